@@ -1,0 +1,323 @@
+"""The `allattn` command. Heavy imports wait until a command needs them.
+
+Exit status: 0 done, 1 the run failed, 2 wrong usage or config. Results go to stdout (with --json one
+object and nothing else), everything else to stderr. A user's error is one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from allattn.config import Config, ConfigError, ModelConfig, load_config, to_yaml
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    parser = build_parser()
+    args, extra = parser.parse_known_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        _take_overrides(args, extra)
+        args.run(args)
+    except ConfigError as error:
+        return _fail(error, 2)
+    except (ValueError, OSError, RuntimeError) as error:
+        if not _is_ours(error):
+            raise
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        print("allattn: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    parser = argparse.ArgumentParser(
+        prog="allattn", description="Train, prune and export language models made of attention only."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    p = commands.add_parser("prepare", help="text files to a corpus of token ids")
+    p.add_argument("--dataset", choices=["tiny", "wikitext-2", "wikitext-103"])
+    p.add_argument("--source", metavar="DIR", help="where the WikiText files are")
+    for split in ("train", "valid", "test"):
+        p.add_argument(f"--{split}", nargs="+", default=[], metavar="FILE")
+    p.add_argument("--out", required=True, metavar="DIR")
+    p.add_argument("--tokenizer", choices=["word", "sentencepiece", "byte"], default="word")
+    p.add_argument("--vocab-size", type=int, metavar="N", help="sentencepiece: number of pieces")
+    p.add_argument("--model-type", choices=["unigram", "bpe"], default="unigram")
+    p.add_argument("--min-count", type=int, default=1, metavar="N", help="word: rarer is <unk>")
+    p.add_argument("--max-vocab", type=int, metavar="N", help="word: at most so many types")
+    p.add_argument("--overwrite", action="store_true", help="replace a corpus prepared there")
+    p.add_argument(
+        "--accept-counts", action="store_true", help="take a WikiText with other than known counts"
+    )
+    p.set_defaults(run=_prepare)
+
+    p = commands.add_parser("show", help="resolved config, parameters, FLOPs, stages")
+    _config_arguments(p)
+    _json(p)
+    p.set_defaults(run=_show)
+
+    p = commands.add_parser("train", help="run the stages of a config")
+    _config_arguments(p)
+    p.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    p.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher adds it
+    p.set_defaults(run=_train)
+
+    p = commands.add_parser("evaluate", help="perplexity of a run, checkpoint or export")
+    p.add_argument("path", metavar="PATH")
+    _data_arguments(p)
+    p.add_argument("--split", default="valid")
+    p.add_argument("--seq-len", type=int, metavar="N", help="tokens a segment (default: training's)")
+    p.add_argument("--mem-len", type=int, metavar="N", help="remembered tokens")
+    p.add_argument("--clamp-len", type=int, metavar="N", help="distances above count as this one")
+    p.add_argument(
+        "--same-length", action="store_true", default=None, help="every token sees mem_len before it"
+    )
+    p.add_argument("--batch-size", type=int, default=8, metavar="N", help="changes speed only")
+    _json(p)
+    p.set_defaults(run=_evaluate)
+
+    p = commands.add_parser("export", help="write a model as a folder of its own")
+    p.add_argument("path", metavar="PATH")
+    p.add_argument("--out", required=True, metavar="DIR")
+    p.add_argument("--overwrite", action="store_true", help="replace an export there")
+    p.set_defaults(run=_export)
+
+    p = commands.add_parser("generate", help="sample text")
+    p.add_argument("path", metavar="PATH")
+    p.add_argument("--prompt", default="", metavar="TEXT")
+    p.add_argument("--max-new-tokens", type=int, default=100, metavar="N")
+    p.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0: likeliest token")
+    p.add_argument("--top-k", type=int, metavar="N")
+    p.add_argument("--top-p", type=float, metavar="X")
+    p.add_argument("--seed", type=int, default=0, metavar="N")
+    _device(p)
+    _json(p)
+    p.set_defaults(run=_generate)
+
+    p = commands.add_parser("compare", help="table and plot of perplexity against parameters")
+    p.add_argument("paths", nargs="+", metavar="[LABEL=]PATH")
+    p.add_argument("--out", required=True, metavar="DIR")
+    _data_arguments(p)
+    _json(p)
+    p.set_defaults(run=_compare)
+    return parser
+
+
+def _config_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("config", metavar="CONFIG")
+    p.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. stages[1].prune.keep=0.3")
+
+
+def _data_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--data", metavar="DIR", help="prepared corpus (default: that of training)")
+    _device(p)
+
+
+def _device(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+
+
+def _json(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _take_overrides(args: argparse.Namespace, extra: list[str]) -> None:
+    """argparse leaves overrides after an option (`train C --resume a=1`) over: take those too."""
+    wrong = [e for e in extra if not hasattr(args, "overrides") or e.startswith("-") or "=" not in e]
+    if wrong:
+        raise ConfigError(f"{args.command}: unknown argument {wrong[0]} (see allattn {args.command} -h)")
+    if extra:
+        args.overrides = [*args.overrides, *extra]
+
+
+def _fail(error: Exception, status: int) -> int:
+    text = " ".join(str(error).split()) or type(error).__name__
+    print(f"allattn: error: {text}", file=sys.stderr)
+    return status
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether an error was meant for the user: raised by this package, or about a file."""
+    if isinstance(error, OSError):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("allattn")
+
+
+# ---- commands -----------------------------------------------------------------------------------
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    from allattn.data.prepare import prepare
+
+    names = (
+        "out", "dataset", "source", "train", "valid", "test", "tokenizer", "vocab_size", "model_type",
+        "min_count", "max_vocab", "overwrite", "accept_counts",
+    )  # fmt: skip
+    info = prepare(**{name: getattr(args, name) for name in names})
+    counts = ", ".join(f"{name} {split['tokens']:,}" for name, split in info["splits"].items())
+    print(f"{args.out}: {info['vocab_size']:,} token types; tokens: {counts}")
+
+
+def _show(args: argparse.Namespace) -> None:
+    config = load_config(args.config, args.overrides)
+    result = describe(config)
+    if args.json:
+        _print_json(result)
+        return
+    print(to_yaml(config).rstrip())
+    print("\nparameters")
+    unknown = f"unknown until {config.data.dir} is prepared (or model.vocab_size is set)"
+    for part, n in result["params_by_part"].items():
+        print(f"  {part:<14} {unknown if n is None else f'{n:,}':>14}")
+    for key in ("params_non_embedding", "params_embedding", "params"):
+        print(f"  {key:<22} {'-' if result[key] is None else f'{result[key]:,}'}")
+    print(f"\nfamily {config.model.family}, heads by layer {result['heads']}")
+    if result["flops_per_token"] is not None:
+        print(f"forward FLOPs a token: {result['flops_per_token']:,}")
+    print("\nstages")
+    for s in result["stages"]:
+        print(f"  {s['name']:<12} steps {s['first_step']:>7} to {s['last_step']:>7}  {s['what']}")
+
+
+def describe(config: Config) -> dict[str, Any]:
+    """What `show` shows: see DESIGN section 8."""
+    import dataclasses
+
+    from allattn.model.transformer import count_parameters, flops_per_token
+    from allattn.pruning.schedule import Schedule, heads_to_keep
+
+    model = config.model
+    if model.vocab_size is None and (Path(config.data.dir) / "data.json").exists():
+        from allattn.data.lanes import Corpus
+
+        model = dataclasses.replace(model, vocab_size=Corpus(config.data.dir).vocab_size)
+    known = model.vocab_size is not None
+    stand_in = model if known else ModelConfig(**{**vars(model), "vocab_size": 2, "cutoffs": []})
+    parts: dict[str, int | None] = dict(count_parameters(stand_in))
+    rest = sum(n for part, n in parts.items() if part != "vocabulary")
+    if not known:
+        parts["vocabulary"] = None
+    stages, ends, heads = [], Schedule(config.stages).ends, sum(model.heads)
+    for stage, end in zip(config.stages, ends, strict=True):
+        what = f"lr {stage.lr.schedule}"
+        if stage.prune is not None:
+            target = f"penalty {stage.prune.penalty}"
+            if stage.prune.keep is not None:
+                target = f"{heads_to_keep(stage.prune.keep, heads)} of {heads} heads stay"
+            what += f"; {stage.prune.method}: {target}, remove {stage.prune.remove}"
+        stages.append(
+            {"name": stage.name, "first_step": end - stage.steps + 1, "last_step": end, "what": what}
+        )
+    return {
+        "params": rest + parts["vocabulary"] if known else None,
+        "params_embedding": parts["vocabulary"],
+        "params_non_embedding": rest,
+        "params_by_part": parts,
+        "flops_per_token": flops_per_token(model) if known else None,
+        "heads": model.heads,
+        "stages": stages,
+    }
+
+
+def _train(args: argparse.Namespace) -> None:
+    from allattn.inference.export import export
+    from allattn.inference.load import open_source
+    from allattn.training.trainer import Trainer
+
+    trainer = Trainer(load_config(args.config, args.overrides), resume=args.resume)
+    trainer.train()
+    if trainer.world.rank == 0:
+        newest = trainer.run_dir / "checkpoints" / f"step_{trainer.step:08d}"
+        final = export(open_source(newest), trainer.run_dir / "final", overwrite=True)
+        print(f"{final}: {sum(trainer.model_config.heads)} of {trainer.run_heads} heads")
+    trainer.close()
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    from allattn.inference.evaluate import evaluate_source
+    from allattn.inference.load import open_source, pick_device
+
+    source = open_source(args.path)
+    result = evaluate_source(
+        source,
+        source.corpus(args.data),
+        args.split,
+        seq_len=args.seq_len,
+        mem_len=args.mem_len,
+        clamp_len=args.clamp_len,
+        same_length=args.same_length,
+        batch_size=args.batch_size,
+        device=pick_device(args.device),
+    )
+    if args.json:
+        _print_json(result)
+        return
+    for key, value in result.items():
+        print(f"{key:<22} {f'{value:,.5f}' if isinstance(value, float) else value}")
+
+
+def _export(args: argparse.Namespace) -> None:
+    from allattn.inference.export import export
+    from allattn.inference.load import open_source
+
+    print(export(open_source(args.path), args.out, args.overwrite))
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from allattn.inference.generate import generate
+    from allattn.inference.load import build_model, open_source, pick_device
+
+    for name, low in (("max_new_tokens", 0), ("temperature", 0), ("top_k", 1)):
+        value = getattr(args, name)
+        if value is not None and not value >= low:
+            raise ConfigError(f"--{name.replace('_', '-')}: {low} or more is needed, not {value}")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise ConfigError(f"--top-p: a share above 0, at most 1, is needed, not {args.top_p}")
+    source = open_source(args.path)
+    tokenizer = source.tokenizer()
+    model = build_model(source.weights).to(pick_device(args.device))
+    prompt = tokenizer.encode(args.prompt) or [tokenizer.eos_id]
+    new = list(
+        generate(
+            model,
+            prompt,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            seed=args.seed,
+        )
+    )
+    text = tokenizer.decode(prompt + new) if args.prompt else tokenizer.decode(new)
+    if args.json:
+        _print_json({"prompt": args.prompt, "text": text, "tokens": new})
+    else:
+        print(text)
+
+
+def _compare(args: argparse.Namespace) -> None:
+    from allattn.inference.compare import compare, table
+    from allattn.inference.load import pick_device
+
+    rows = compare(args.paths, args.out, args.data, pick_device(args.device))
+    if args.json:
+        _print_json({"rows": rows})
+    else:
+        print(table(rows))
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value))

@@ -1,0 +1,1 @@
+"""Texts that ship with the package, as files beside this one."""

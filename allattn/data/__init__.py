@@ -1,0 +1,1 @@
+"""Text in, batches out: tokenizers, corpus preparation and the lanes that training reads."""

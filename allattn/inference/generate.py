@@ -1,0 +1,68 @@
+"""Sample text from a model, token by token, with memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from allattn.model.transformer import Memory, TransformerLM
+
+
+@torch.no_grad()
+def generate(
+    model: TransformerLM,
+    prompt: list[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Yield new token ids.
+
+    Args:
+        model: in evaluation mode.
+        prompt: ids, at least one (a line end where there is nothing to go on from).
+        max_new_tokens: how many to yield.
+        temperature: 0 takes the likeliest token each time.
+        top_k: draw among the k likeliest only.
+        top_p: draw among the likeliest that together have at least this probability.
+        seed: of the draws.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    ids = torch.tensor([prompt], device=device)
+    memory: Memory | None = None
+    for part in ids.split(model.config.seq_len, dim=1):
+        output = model(part, memory=memory, last_only=True)
+        memory = output.memory
+    for _ in range(max_new_tokens):
+        token = sample(output.log_probs[:, -1], temperature, top_k, top_p, generator)
+        yield int(token)
+        output = model(token[:, None], memory=memory, last_only=True)
+        memory = output.memory
+
+
+def sample(
+    log_probs_BV: Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator,
+) -> Tensor:
+    """Draw one id for each row: [B]."""
+    if temperature == 0:
+        return log_probs_BV.argmax(-1)
+    log_probs_BV = (log_probs_BV / temperature).log_softmax(-1)
+    ordered, ids = log_probs_BV.sort(-1, descending=True)
+    if top_k is not None:
+        ordered[:, top_k:] = float("-inf")
+    if top_p is not None:
+        probs = ordered.softmax(-1)
+        # a token goes if those before it already have the mass; the first one always stays
+        ordered[probs.cumsum(-1) - probs >= top_p] = float("-inf")
+    drawn = torch.multinomial(ordered.softmax(-1), 1, generator=generator)
+    return ids.gather(-1, drawn).squeeze(-1)

@@ -1,0 +1,107 @@
+"""Open a run, a checkpoint or an export for use: the model, its tokenizer, its corpus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from allattn.config import ModelConfig
+from allattn.data.lanes import Corpus
+from allattn.data.tokenizers import Tokenizer, load_tokenizer
+from allattn.model.transformer import TransformerLM
+from allattn.training.state import Weights, load_weights
+
+
+@dataclass
+class Source:
+    """A run, checkpoint or export, read.
+
+    Attributes:
+        weights: plain model: gates decided, closed heads cut out.
+        data_dir: the prepared corpus that it was trained on.
+        tokenizer_fingerprint: of the tokenizer that it was trained with.
+    """
+
+    weights: Weights
+    data_dir: Path
+    tokenizer_fingerprint: str
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+        return self.weights.config
+
+    def corpus(self, data_dir: str | None = None) -> Corpus:
+        """The corpus to evaluate on; it must have this model's tokenizer.
+
+        Raises:
+            ValueError, FileNotFoundError: absent, or prepared with another tokenizer.
+        """
+        corpus = Corpus(data_dir or self.data_dir)
+        if corpus.tokenizer.fingerprint() != self.tokenizer_fingerprint:
+            raise ValueError(
+                f"{corpus.dir}: its tokenizer is not the one that {self.weights.path} was trained "
+                "with; prepare the text with that one"
+            )
+        return corpus
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer: beside the weights of an export, else in the corpus's folder."""
+        folder = self.weights.path
+        if not (folder / "tokenizer.json").exists():
+            folder = self.data_dir
+        tokenizer = load_tokenizer(folder)
+        if tokenizer.fingerprint() != self.tokenizer_fingerprint:
+            raise ValueError(f"{folder}: not the tokenizer that {self.weights.path} was trained with")
+        return tokenizer
+
+
+def open_source(path: str | Path) -> Source:
+    """Read a run (its final export, else its newest checkpoint), a checkpoint or an export.
+
+    Raises:
+        ValueError: nothing usable there, said in one line.
+    """
+    weights = load_weights(path)
+    info = weights.info
+    data = info["data"] if "data" in info else info["config"]["data"]["dir"]
+    return Source(weights, Path(data), info["tokenizer"])
+
+
+def load_pretrained(path: str | Path, **changes: Any) -> TransformerLM:
+    """The model of a run, a checkpoint or an export, in evaluation mode, on the CPU, float32.
+
+    Args:
+        path: the folder.
+        **changes: fields of `ModelConfig` that weights do not depend on, such as `mem_len`.
+
+    Raises:
+        ValueError: nothing usable there, or a change that the weights forbid.
+    """
+    return build_model(load_weights(path), **changes)
+
+
+def build_model(weights: Weights, **changes: Any) -> TransformerLM:
+    """As `load_pretrained`, for weights already read."""
+    free = {"seq_len", "mem_len", "clamp_len", "same_length", "attention"}
+    if unknown := changes.keys() - free:
+        raise ValueError(f"{', '.join(sorted(unknown))}: fixed by the weights")
+    config = weights.config
+    if config.position == "learned" and changes.get("clamp_len") is not None:
+        if changes["clamp_len"] != config.clamp_len:
+            raise ValueError(
+                f"clamp_len: the learned table of distances ends at {config.clamp_len}; leave it"
+            )
+    return replace(weights, config=replace(config, **changes)).build()
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto`, `cpu` or `cuda` to a device."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: cuda is not available here; use auto or cpu")
+    return torch.device(name)

@@ -1,0 +1,1 @@
+"""The model: one class for all-attention and Transformer-XL (`transformer.TransformerLM`)."""

@@ -1,0 +1,1 @@
+"""Which heads go, when, and how they are cut out."""

@@ -1,0 +1,239 @@
+"""The one format of a training state: named full tensors in safetensors, and a readable meta.json.
+
+A checkpoint folder holds `parameters.safetensors`, `optimizer.safetensors` (Adam moments),
+`memory.safetensors` (Transformer-XL memory of all lanes) and `meta.json`. It does not depend on how
+many ranks wrote it. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from allattn.config import ModelConfig, PruneConfig, model_config_from_dict
+from allattn.model.transformer import TransformerLM
+from allattn.pruning.gates import HardConcrete, HardConcreteState, log_alphas
+from allattn.pruning.removal import cut_config, cut_tensors, fold_output_scales, without_gates
+
+FORMAT_VERSION = 1
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_CHECKPOINT = re.compile(r"step_(\d{8,})")
+
+
+@dataclass
+class Snapshot:
+    """Weights and optimiser state by parameter name; full tensors, float32, on the CPU."""
+
+    parameters: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]] = field(
+        default_factory=lambda: {key: {} for key in MOMENTS}
+    )
+    adam_steps: dict[str, int] = field(default_factory=dict)  # of AdamW's bias correction
+
+
+def save_checkpoint(
+    checkpoints: Path, snapshot: Snapshot, memory: dict[str, Tensor], meta: dict[str, Any]
+) -> Path:
+    """Write `checkpoints/step_NNNNNNNN`; it appears whole or not at all.
+
+    Args:
+        checkpoints: the folder of a run's checkpoints.
+        snapshot: weights and moments.
+        memory: `layer_NN` to [lanes, M, D].
+        meta: JSON values, `step` among them.
+    """
+    final = checkpoints / f"step_{meta['step']:08d}"
+    partial = checkpoints / f".partial_{final.name}"
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    moments = {f"{key}.{n}": t for key, named in snapshot.moments.items() for n, t in named.items()}
+    for name, tensors in (
+        ("parameters", snapshot.parameters), ("optimizer", moments), ("memory", memory),
+    ):  # fmt: skip
+        path = partial / f"{name}.safetensors"
+        save_file({n: t.contiguous() for n, t in tensors.items()}, path)
+        _sync(path)
+    meta = {"format_version": FORMAT_VERSION, **meta, "adam_steps": snapshot.adam_steps}
+    write_json(partial / "meta.json", meta)
+    if final.exists():  # the same step again, after a resume
+        shutil.rmtree(final)
+    os.replace(partial, final)
+    _sync(checkpoints)
+    return final
+
+
+def load_checkpoint(folder: Path) -> tuple[Snapshot, dict[str, Tensor], dict[str, Any]]:
+    """Read what `save_checkpoint` wrote.
+
+    Raises:
+        ValueError: a missing, damaged or foreign file, named in one line.
+    """
+    meta = read_meta(folder)
+    parameters = read_tensors(folder / "parameters.safetensors")
+    moments: dict[str, dict[str, Tensor]] = {key: {} for key in MOMENTS}
+    for name, tensor in read_tensors(folder / "optimizer.safetensors").items():
+        key, _, parameter = name.partition(".")
+        if key not in moments:
+            raise ValueError(f"{folder / 'optimizer.safetensors'}: unknown tensor {name}")
+        moments[key][parameter] = tensor
+    memory = read_tensors(folder / "memory.safetensors")
+    return Snapshot(parameters, moments, meta["adam_steps"]), memory, meta
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """A checkpoint's `meta.json`, checked for its format version."""
+    meta = read_json(folder / "meta.json")
+    if not isinstance(meta, dict) or meta.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{folder / 'meta.json'}: not a checkpoint of format version {FORMAT_VERSION}; "
+            "it was written by another program or version"
+        )
+    return meta
+
+
+def checkpoints_of(run_dir: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    folder = run_dir / "checkpoints"
+    found = [p for p in folder.iterdir() if _CHECKPOINT.fullmatch(p.name)] if folder.is_dir() else []
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+
+
+@dataclass
+class Weights:
+    """A plain model: gates decided, closed heads cut out.
+
+    Attributes:
+        config: its shape.
+        parameters: by name.
+        info: what else the source says of itself (`meta.json` or `config.json`).
+        path: the folder that was read.
+    """
+
+    config: ModelConfig
+    parameters: dict[str, Tensor]
+    info: dict[str, Any]
+    path: Path
+
+    def build(self) -> TransformerLM:
+        """The model, in evaluation mode, on the CPU.
+
+        Raises:
+            ValueError: the tensors do not fit the config.
+        """
+        with torch.device("meta"):
+            model = TransformerLM(self.config)
+        check_shapes(self.path, self.parameters, dict(model.named_parameters()))
+        model.load_state_dict(self.parameters, assign=True)
+        return model.eval()
+
+
+def load_weights(path: str | Path) -> Weights:
+    """Read a run (its final export, else its newest checkpoint), a checkpoint or an export.
+
+    Gates of a checkpoint from within a pruning stage are decided as evaluation decides them.
+
+    Raises:
+        ValueError: nothing usable there, said in one line.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise ValueError(f"{folder}: no such run, checkpoint or export")
+    if (folder / "config.json").exists():
+        return _load_export(folder)
+    if (folder / "meta.json").exists():
+        return _load_checkpoint_weights(folder)
+    if (folder / "final" / "config.json").exists():
+        return _load_export(folder / "final")
+    if checkpoints := checkpoints_of(folder):
+        return _load_checkpoint_weights(checkpoints[-1])
+    raise ValueError(f"{folder}: neither a run with checkpoints, nor a checkpoint, nor an export")
+
+
+def _load_export(folder: Path) -> Weights:
+    info = read_json(folder / "config.json")
+    if not isinstance(info, dict) or info.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{folder / 'config.json'}: not an allattn export of format version {FORMAT_VERSION}"
+        )
+    config = model_config_from_dict(info.get("model", {}), str(folder / "config.json"))
+    return Weights(config, read_tensors(folder / "model.safetensors"), info, folder)
+
+
+def _load_checkpoint_weights(folder: Path) -> Weights:
+    meta = read_meta(folder)
+    config = model_config_from_dict(meta["model"], str(folder / "meta.json"))
+    parameters = read_tensors(folder / "parameters.safetensors")
+    kept, scales = meta["masks"], meta["scales"]
+    if meta["pruner"] is not None:
+        prune = PruneConfig(**meta["config"]["stages"][meta["stage"]]["prune"])
+        method = HardConcrete(prune, 0, HardConcreteState(**meta["pruner"]))
+        kept = method.open_now(log_alphas(parameters, config.n_layers))
+        scales = method.output_scales(kept)
+    if kept is not None:
+        parameters = fold_output_scales(without_gates(parameters), scales)
+        parameters = cut_tensors(parameters, kept, config.d_head)
+        config = cut_config(config, kept)
+    return Weights(config, parameters, meta, folder)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Tensors of a safetensors file; ValueError names a missing or damaged one."""
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: missing") from None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: damaged or not a safetensors file ({error})") from None
+
+
+def check_shapes(path: Path, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Refuse tensors that do not fit a model.
+
+    Raises:
+        ValueError: naming the file and the first tensor that differs.
+    """
+    for name in sorted(found.keys() | expected.keys()):
+        if name not in found:
+            raise ValueError(f"{path}: no tensor {name}; it belongs to a model of another shape")
+        if name not in expected:
+            raise ValueError(f"{path}: tensor {name} has no place in a model of this shape")
+        if found[name].shape != expected[name].shape:
+            raise ValueError(
+                f"{path}: {name} is {list(found[name].shape)}, the model needs "
+                f"{list(expected[name].shape)}; it belongs to a model of another shape"
+            )
+
+
+def read_json(path: Path) -> Any:
+    """JSON of a file; ValueError names a missing or damaged one."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: missing") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: not readable JSON ({error})") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON and see it onto the disk."""
+    path.write_text(json.dumps(value, indent=1, allow_nan=True) + "\n", encoding="utf-8")
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,524 @@
+"""The training loop: stages, pruning, removal inside the run, evaluation, saving and resuming."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from allattn.config import Config, ConfigError, ModelConfig, save_config
+from allattn.data.lanes import Corpus, Lanes
+from allattn.model.scoring import score_stream
+from allattn.model.transformer import Memory, TransformerLM
+from allattn.pruning.gates import HardConcrete, HardConcreteState, MaskGate, log_alphas
+from allattn.pruning.removal import cut_config, cut_tensors, fold_output_scales, without_gates
+from allattn.pruning.schedule import Schedule, lr_factor
+from allattn.training.engine import build_engine, connect
+from allattn.training.monitor import Monitor
+from allattn.training.state import (
+    Snapshot,
+    check_shapes,
+    checkpoints_of,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+)
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss is NaN or infinite; raised before the optimiser touches the weights."""
+
+
+class Trainer:
+    """One run.
+
+    Attributes:
+        step: optimiser steps done.
+        stage: number of the stage that the model is set up for; -1 before the first.
+        model_config: the shape of the model as it is now, fewer heads than `config.model` later.
+    """
+
+    def __init__(self, config: Config, resume: bool = False):
+        """Open the corpus and the run's folder, build or load the model.
+
+        Args:
+            config: a validated config.
+            resume: go on from the newest checkpoint in the run's folder, if there is one.
+
+        Raises:
+            ConfigError, ValueError, FileNotFoundError: what a user can mend, in one line.
+        """
+        self.config = config = dataclasses.replace(config)
+        self.corpus = Corpus(config.data.dir)
+        config.model = _with_vocabulary(config.model, self.corpus)
+        self.lanes = Lanes(
+            self.corpus.tokens("train"), config.train.batch_size, config.model.seq_len
+        )
+        self.schedule = Schedule(config.stages)
+        self.world = connect(config)
+        self._split_lanes()
+        self.run_dir = Path(config.run.dir) / config.run.name
+        checkpoints = checkpoints_of(self.run_dir)
+        if self.run_dir.exists() and not resume:
+            raise ConfigError(
+                f"{self.run_dir}: the run's folder exists; continue it with --resume, or choose "
+                "another run.name"
+            )
+        self.step, self.stage, self.stage_finished = 0, -1, True
+        self.pruner: HardConcrete | None = None
+        self.masks: list[list[int]] | None = None  # heads decided on but still in the weights
+        self.scales: list[float] | None = None
+        self.model_config = config.model
+        self.run_heads = sum(config.model.heads)
+        self.head_ids = [list(range(n)) for n in config.model.heads]  # original numbers
+        self.history: list[dict[str, Any]] = []
+        self.memories: list[Memory | None] = [None] * self.n_micro
+        self.world.barrier()  # every rank has looked at the folder before rank 0 makes it
+        if checkpoints:
+            self._restore(checkpoints[-1])
+        else:
+            self._start()
+        if self.world.rank == 0:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            save_config(config, self.run_dir / "config.yaml")
+        self.world.barrier()
+        self.monitor = Monitor(
+            self.run_dir, self.step, self.schedule.total_steps, active=self.world.rank == 0
+        )
+
+    # ---- the loop ---------------------------------------------------------------------------
+
+    def train(self, stop_at: int | None = None) -> None:
+        """Run to the end of the schedule, or to a step; saves there."""
+        end = min(stop_at or self.schedule.total_steps, self.schedule.total_steps)
+        every = self.config.train
+        self.clock, self.clock_tokens = time.perf_counter(), 0
+        try:
+            while self.step < end:
+                stage, stage_step = self.schedule.lookup(self.step)
+                if stage != self.stage:
+                    self._begin_stage(stage)
+                self._train_step(stage_step)
+                stage_ends = self.step in self.schedule.ends
+                if stage_ends:
+                    self._finish_stage()
+                else:
+                    if self._removal_due(stage_step + 1):
+                        self._remove_closed()
+                    if self.step % every.eval_every == 0:
+                        self._log_evaluation()
+                if stage_ends or self.step % every.save_every == 0 or self.step == end:
+                    self.save()
+        finally:
+            self.monitor.close()
+
+    def _train_step(self, stage_step: int) -> None:
+        stage = self.config.stages[self.stage]
+        if self.lanes.starts_pass(self.step):
+            self.memories = [None] * self.n_micro
+        # dropout's noise is a function of seed, step and rank: resuming needs no generator state
+        torch.manual_seed(_mix(self.config.run.seed, self.step, self.world.rank))
+        model = self.engine.module
+        model.train()
+        if self.pruner is not None:
+            self.pruner.draw(model, self.step)
+        pruning: dict[str, float] = {}
+        losses = []
+        for m in range(self.n_micro):
+            first = self.first_lane + m * self.micro_lanes
+            inputs, targets = self.lanes.batch(self.step, first, first + self.micro_lanes)
+            device = self.world.device
+            with self._autocast():
+                output = self.engine(inputs.to(device), targets.to(device), self.memories[m])
+                loss = output.nll.mean()
+            losses.append(loss.detach())
+            if self.pruner is not None:
+                term, pruning = self.pruner.objective(model, stage_step)
+                loss = loss + term
+            self.memories[m] = output.memory
+            self.engine.backward(loss, last=m == self.n_micro - 1)
+        mean_loss = torch.stack(losses).mean().double()
+        cross_entropy = float(self.world.sum(mean_loss)) / self.world.size
+        if not math.isfinite(cross_entropy):
+            raise NonFiniteLoss(
+                f"step {self.step}: the loss is {cross_entropy}; the weights are still those of the "
+                "step before (lower train.optimizer.lr, or set train.clip_norm)"
+            )
+        lrs = self._learning_rates(stage_step)
+        grad_norm = self.engine.step(lrs)
+        if self.pruner is not None:
+            self.pruner.after_step(pruning["expected_heads"], stage_step)
+        self.step += 1
+        self.clock_tokens += self.config.train.batch_size * self.config.model.seq_len
+        self.monitor.advance()
+        if self.step % self.config.train.log_every == 0:
+            self._log_step(stage.name, cross_entropy, lrs, grad_norm, pruning)
+
+    def _learning_rates(self, stage_step: int) -> dict[str, float]:
+        stage = self.config.stages[self.stage]
+        peak = stage.lr.peak if stage.lr.peak is not None else self.config.train.optimizer.lr
+        factor = lr_factor(stage.lr, stage_step, stage.steps)
+        gates = 10 * peak if stage.prune is None or stage.prune.gate_lr is None else stage.prune.gate_lr
+        return {"matrices": peak * factor, "plain": peak * factor, "gates": gates * factor}
+
+    # ---- stages and removal -----------------------------------------------------------------
+
+    def _begin_stage(self, stage: int) -> None:
+        self.stage, self.stage_finished = stage, False
+        prune = self.config.stages[stage].prune
+        if prune is not None:
+            if self.masks is not None:
+                raise ConfigError(
+                    f"stages[{stage}].prune: the heads of the pruning stage before it were never "
+                    "removed; use remove: end there"
+                )
+            state = HardConcreteState(list(self.model_config.heads), self.run_heads)
+            self.pruner = HardConcrete(prune, self.config.run.seed, state)
+            self._rebuild(self._snapshot(), self.model_config)
+        self.monitor.event(
+            {"event": "stage", "step": self.step, "stage": self._stage_name()},
+            f"begins: {self.config.stages[stage].steps} steps, "
+            f"{sum(self.model_config.heads)} heads",
+        )
+
+    def _removal_due(self, stage_steps_done: int) -> bool:
+        remove = self.config.stages[self.stage].prune and self.config.stages[self.stage].prune.remove
+        return isinstance(remove, dict) and stage_steps_done % remove["every"] == 0
+
+    def _remove_closed(self) -> None:
+        """`remove: {every: N}`: cut the heads that have been closed long enough; pruning goes on."""
+        kept = self.pruner.check_closed(self._log_alphas())
+        n_closed = sum(self.model_config.heads) - sum(map(len, kept))
+        if n_closed:
+            before = self._evaluate("valid")
+            snapshot = self._cut(self._snapshot(), kept)
+            self._rebuild(snapshot, self.model_config)
+            self._log_removal(n_closed, before, self._evaluate("valid"))
+
+    def _finish_stage(self) -> None:
+        """Decide on heads if the stage pruned, remove them as configured, and evaluate."""
+        result = {"stage": self._stage_name(), "step": self.step}
+        prune = self.config.stages[self.stage].prune
+        if self.pruner is not None:
+            kept, undecided = self.pruner.final(self._log_alphas())
+            scales = self.pruner.output_scales(kept)
+            snapshot = self._snapshot()
+            snapshot = Snapshot(
+                without_gates(snapshot.parameters),
+                {key: without_gates(named) for key, named in snapshot.moments.items()},
+                without_gates(snapshot.adam_steps),
+            )
+            self.pruner, self.masks, self.scales = None, kept, scales
+            self._rebuild(snapshot, self.model_config)
+            text = f"{sum(map(len, kept))} of {self.run_heads} heads stay {list(map(len, kept))}"
+            self.monitor.event(
+                {
+                    "event": "decision", "step": self.step, "stage": self._stage_name(),
+                    "heads": list(map(len, kept)), "undecided": undecided,
+                },
+                f"{text}; {undecided} gates were undecided (0.1 < P(open) < 0.9)",
+            )  # fmt: skip
+            before = self._evaluate("valid")
+            result |= {"masked_ppl": before["ppl"], "undecided": undecided}
+            if prune.remove != "never":
+                n_closed = sum(self.model_config.heads) - sum(map(len, kept))
+                snapshot.parameters = fold_output_scales(snapshot.parameters, scales)
+                self.masks = self.scales = None
+                snapshot = self._cut(snapshot, kept)
+                self._rebuild(snapshot, self.model_config)
+                self._log_removal(n_closed, before, self._evaluate("valid"))
+        self.stage_finished = True
+        valid = self._log_evaluation()
+        self.history.append(result | {"ppl": valid["ppl"], "heads": self._open_by_layer()})
+
+    def _cut(self, snapshot: Snapshot, kept: list[list[int]]) -> Snapshot:
+        """Remove heads from weights, moments, memory and everything that counts heads."""
+        d_head = self.model_config.d_head
+        snapshot = Snapshot(
+            cut_tensors(snapshot.parameters, kept, d_head),
+            {key: cut_tensors(named, kept, d_head) for key, named in snapshot.moments.items()},
+            snapshot.adam_steps,
+        )
+        self.model_config = cut_config(self.model_config, kept)
+        self.head_ids = [[ids[h] for h in k] for ids, k in zip(self.head_ids, kept, strict=True)]
+        if self.pruner is not None:
+            self.pruner.removed(kept)
+        for memory in self.memories:
+            if memory is not None:
+                memory.hidden = [h if k else None for h, k in zip(memory.hidden, kept, strict=True)]
+        return snapshot
+
+    def _rebuild(self, snapshot: Snapshot, model_config: ModelConfig) -> None:
+        """A fresh model of this shape, with this state, in a fresh engine."""
+        if hasattr(self, "engine"):
+            self.engine.close()
+        model = TransformerLM(model_config)
+        if self.pruner is not None:
+            self.pruner.attach(model)
+        elif self.masks is not None:
+            for layer, kept, scale in zip(model.layers, self.masks, self.scales, strict=True):
+                if layer.attention is not None:
+                    layer.attention.gate = MaskGate(layer.attention.n_heads, kept, scale)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name in snapshot.parameters:  # gates that begin now have no value yet
+                    parameter.copy_(snapshot.parameters[name])
+        self.engine = build_engine(model, self.config, self.world, self.n_micro, snapshot)
+
+    # ---- evaluation and logging -------------------------------------------------------------
+
+    def _evaluate(self, split: str) -> dict[str, float]:
+        if split not in self.corpus.splits:
+            return {"loss": float("nan"), "ppl": float("nan")}
+        started = time.perf_counter()
+        model = self.engine.module
+        model.eval()
+        with self._autocast():
+            total = score_stream(
+                self.engine,
+                model,
+                self.corpus.tokens(split),
+                self.corpus.tokenizer.eos_id,
+                seq_len=self.config.model.seq_len,
+                batch_size=self.config.train.eval_batch_size,
+                rank=self.world.rank,
+                world_size=self.world.size,
+            )
+        nats, tokens = self.world.sum(total).tolist()
+        self.clock += time.perf_counter() - started  # training speed leaves evaluation out
+        return {"loss": nats / tokens, "ppl": _exp(nats / tokens)}
+
+    def _log_evaluation(self) -> dict[str, float]:
+        result = self._evaluate("valid")
+        if math.isfinite(result["loss"]) or "valid" in self.corpus.splits:
+            self.monitor.evaluation(self._line("valid") | result)
+        return result
+
+    def _log_step(
+        self,
+        stage: str,
+        loss: float,
+        lrs: dict[str, float],
+        grad_norm: float,
+        pruning: dict[str, float],
+    ) -> None:
+        elapsed = time.perf_counter() - self.clock
+        line = self._line("train") | {
+            "loss": loss,
+            "ppl": _exp(loss),
+            "tokens": self.step * self.config.train.batch_size * self.config.model.seq_len,
+            "tokens_per_second": self.clock_tokens / elapsed,
+            "lr": lrs["matrices"],
+            "grad_norm": grad_norm,
+            "sparsity": 1 - sum(self._open_by_layer()) / max(self.run_heads, 1),
+            **({"gate_lr": lrs["gates"]} if pruning else {}),
+            **pruning,
+        }
+        self.monitor.train(line, self._open_by_layer())
+        self.clock, self.clock_tokens = time.perf_counter(), 0
+
+    def _line(self, split: str) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "stage": self._stage_name(),
+            "split": split,
+            "heads_open": sum(self._open_by_layer()),
+            "params": sum(math.prod(s) for s in self._shapes().values()),
+        }
+
+    def _log_removal(self, n_closed: int, before: dict[str, float], after: dict[str, float]) -> None:
+        line = {
+            "event": "removal", "step": self.step, "stage": self._stage_name(), "removed": n_closed,
+            "heads": self.model_config.heads, "head_ids": self.head_ids,
+            "loss_before": before["loss"], "loss_after": after["loss"],
+        }  # fmt: skip
+        self.monitor.event(
+            line,
+            f"removed {n_closed} heads; {self.model_config.heads} are left; "
+            f"valid loss {before['loss']:.6f} before, {after['loss']:.6f} after",
+        )
+
+    def _open_by_layer(self) -> list[int]:
+        if self.pruner is not None:
+            return list(map(len, self.pruner.open_now(self._log_alphas())))
+        if self.masks is not None:
+            return list(map(len, self.masks))
+        return list(self.model_config.heads)
+
+    def _stage_name(self) -> str:
+        return self.config.stages[max(self.stage, 0)].name
+
+    # ---- state ------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write a checkpoint of this step."""
+        self.monitor.flush()
+        snapshot = self._snapshot()
+        memory: dict[str, Tensor] = {}
+        if self.memories[0] is not None:
+            for i, hidden in enumerate(self.memories[0].hidden):
+                if hidden is not None:
+                    lanes = torch.cat([m.hidden[i] for m in self.memories])
+                    memory[f"layer_{i:02d}"] = self.world.gather_lanes(lanes).cpu()
+        if self.world.rank == 0:
+            meta = {
+                "step": self.step,
+                "stage": self.stage,
+                "stage_finished": self.stage_finished,
+                "model": dataclasses.asdict(self.model_config),
+                "config": dataclasses.asdict(self.config),
+                "pruner": None if self.pruner is None else dataclasses.asdict(self.pruner.state),
+                "masks": self.masks,
+                "scales": self.scales,
+                "run_heads": self.run_heads,
+                "head_ids": self.head_ids,
+                "memory_length": 0 if self.memories[0] is None else self.memories[0].length,
+                "history": self.history,
+                "world_size": self.world.size,
+                "tokenizer": self.corpus.tokenizer.fingerprint(),
+            }
+            save_checkpoint(self.run_dir / "checkpoints", snapshot, memory, meta)
+        self.world.barrier()
+
+    def close(self) -> None:
+        """Leave the other ranks in good order."""
+        self.engine.close()
+        self.world.close()
+
+    def _start(self) -> None:
+        torch.manual_seed(self.config.run.seed)
+        model = TransformerLM(self.config.model)
+        parameters = dict(model.state_dict())
+        if self.config.run.init_from is not None:
+            source = load_weights(self.config.run.init_from)
+            check_shapes(source.path, source.parameters, parameters)
+            parameters = source.parameters
+        self._rebuild(Snapshot(parameters), self.config.model)
+
+    def _restore(self, folder: Path) -> None:
+        snapshot, memory, meta = load_checkpoint(folder)
+        _check_resumable(folder, meta, self.config, self.corpus)
+        self.step, self.stage = meta["step"], meta["stage"]
+        self.stage_finished = meta["stage_finished"]
+        self.model_config = ModelConfig(**meta["model"])
+        self.masks, self.scales = meta["masks"], meta["scales"]
+        self.run_heads, self.head_ids = meta["run_heads"], meta["head_ids"]
+        self.history = meta["history"]
+        if meta["pruner"] is not None:
+            prune = self.config.stages[self.stage].prune
+            state = HardConcreteState(**meta["pruner"])
+            self.pruner = HardConcrete(prune, self.config.run.seed, state)
+        with torch.device("meta"):
+            expected = TransformerLM(self.model_config)
+            if self.pruner is not None:
+                self.pruner.attach(expected)
+        check_shapes(
+            folder / "parameters.safetensors",
+            snapshot.parameters,
+            dict(expected.named_parameters()),
+        )
+        self._rebuild(snapshot, self.model_config)
+        if meta["memory_length"]:
+            self.memories = [
+                Memory(
+                    [
+                        None
+                        if f"layer_{i:02d}" not in memory
+                        else memory[f"layer_{i:02d}"][first : first + self.micro_lanes].to(
+                            self.world.device
+                        )
+                        for i in range(self.model_config.n_layers)
+                    ],
+                    meta["memory_length"],
+                )
+                for first in range(
+                    self.first_lane, self.first_lane + self.rank_lanes, self.micro_lanes
+                )
+            ]
+
+    def _snapshot(self) -> Snapshot:
+        return self.engine.snapshot()
+
+    # ---- small things -----------------------------------------------------------------------
+
+    def _split_lanes(self) -> None:
+        """Which lanes this rank and each of its micro-batches run."""
+        train, size = self.config.train, self.world.size
+        if train.batch_size % size:
+            raise ConfigError(
+                f"train.batch_size: {train.batch_size} lanes do not divide among {size} ranks"
+            )
+        self.rank_lanes = train.batch_size // size
+        self.micro_lanes = train.micro_batch_size or self.rank_lanes
+        if self.rank_lanes % self.micro_lanes:
+            raise ConfigError(
+                f"train.micro_batch_size: {self.micro_lanes} does not divide the "
+                f"{self.rank_lanes} lanes of each of {size} ranks"
+            )
+        self.first_lane = self.world.rank * self.rank_lanes
+        self.n_micro = self.rank_lanes // self.micro_lanes
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(
+            self.world.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16"
+        )
+
+    def _shapes(self) -> dict[str, Any]:
+        """Parameter shapes by name, also where ZeRO-3 has emptied the tensors."""
+        return {
+            name: getattr(p, "ds_shape", p.shape) for name, p in self.engine.module.named_parameters()
+        }
+
+    def _log_alphas(self) -> list[Tensor | None]:
+        gates = self.engine.read(lambda name: name.endswith(".gate.log_alpha"))
+        return log_alphas(gates, self.model_config.n_layers)
+
+
+def _with_vocabulary(model: ModelConfig, corpus: Corpus) -> ModelConfig:
+    if model.vocab_size not in (None, corpus.vocab_size):
+        raise ConfigError(
+            f"model.vocab_size: {model.vocab_size}, but {corpus.dir} has {corpus.vocab_size} tokens; "
+            "leave it out, or prepare the data anew"
+        )
+    model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
+    if model.cutoffs and model.cutoffs[-1] >= corpus.vocab_size:
+        raise ConfigError(
+            f"model.cutoffs: the last one, {model.cutoffs[-1]}, must be below the vocabulary size "
+            f"{corpus.vocab_size}"
+        )
+    return model
+
+
+def _check_resumable(folder: Path, meta: dict[str, Any], config: Config, corpus: Corpus) -> None:
+    """A run goes on with the model, data and lanes that it began with."""
+    saved = meta["config"]
+    now = dataclasses.asdict(config)
+    pairs = [(f"model.{k}", saved["model"].get(k), v) for k, v in now["model"].items()]
+    pairs += [
+        (f"train.{k}", saved["train"].get(k), now["train"][k]) for k in ("batch_size", "optimizer")
+    ]
+    pairs += [("run.seed", saved["run"].get("seed"), config.run.seed)]
+    for i, stage in enumerate(saved["stages"][: max(meta["stage"], 0) + 1]):
+        pairs.append((f"stages[{i}]", stage, now["stages"][i] if i < len(now["stages"]) else None))
+    for key, then, wanted in pairs:
+        if then != wanted and key != "model.attention":
+            raise ConfigError(
+                f"{key}: {wanted!r}, but the run in {folder.parent.parent} began with {then!r}; "
+                "resume with that, or start another run.name"
+            )
+    if meta["tokenizer"] != corpus.tokenizer.fingerprint():
+        raise ConfigError(f"data.dir: {corpus.dir} has another tokenizer than the run began with")
+
+
+def _mix(*parts: int) -> int:
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else float("inf")

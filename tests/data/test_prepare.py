@@ -1,0 +1,354 @@
+"""Preparation: counts by hand, known WikiText counts, refusals, and nothing half made."""
+
+import hashlib
+import json
+import os
+import random
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from allattn.data import prepare as module
+from allattn.data.lanes import Corpus
+from allattn.data.prepare import TINY, prepare, read_blocks
+from allattn.data.tokenizers import Tokenizer
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text.encode("utf-8") if isinstance(text, str) else text)
+    return path
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    return write(tmp_path / "train.txt", "the cat\nthe dog\n")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_counts_by_hand(tmp_path):
+    train = write(tmp_path / "a.txt", "the cat \n\n é the")  # 4 words, 3 lines, 17 bytes + newline
+    valid = write(tmp_path / "b.txt", "dog\n")
+    info = prepare(out=tmp_path / "out", train=[train], valid=[valid], tokenizer="word")
+    assert info == json.loads((tmp_path / "out" / "data.json").read_text())
+    got = info["splits"]["train"]
+    assert [got[k] for k in ("tokens", "words", "lines", "bytes")] == [7, 7, 3, 18]
+    got = info["splits"]["valid"]
+    assert [got[k] for k in ("tokens", "words", "lines", "bytes")] == [2, 2, 1, 4]
+    # the 2, cat 1, <eos> 3, é 1: ids <eos> 0, the 1, cat 2, é 3, <unk> 4
+    words = (tmp_path / "out" / "vocab.txt").read_text(encoding="utf-8").split()
+    assert words == ["<eos>", "the", "cat", "é", "<unk>"]
+    assert (tmp_path / "out" / "train.bin").read_bytes() == bytes([1, 2, 0, 0, 3, 1, 0])
+    assert (tmp_path / "out" / "valid.bin").read_bytes() == bytes([4, 0])
+    assert got["sha256"] == hashlib.sha256(bytes([4, 0])).hexdigest()
+    assert (info["dtype"], info["vocab_size"], info["format_version"]) == ("uint8", 5, 1)
+    assert "test" not in info["splits"] and not (tmp_path / "out" / "test.bin").exists()
+    digest = hashlib.sha256(train.read_bytes()).hexdigest()
+    assert info["sources"][0] == {
+        "split": "train", "path": str(train), "bytes": 17, "sha256": digest
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["byte", "word", "sentencepiece"])
+def test_words_and_bytes_do_not_depend_on_the_tokenizer(tmp_path, kind):
+    info = prepare(out=tmp_path / "out", dataset="tiny", tokenizer=kind)
+    for split in ("train", "valid", "test"):
+        text = (TINY / f"{split}.txt").read_text(encoding="utf-8")
+        got = info["splits"][split]
+        assert got["lines"] == text.count("\n")
+        assert got["words"] == len(text.split()) + text.count("\n")
+        assert got["bytes"] == len(text.encode("utf-8"))
+        tokens = Corpus(tmp_path / "out").tokens(split)
+        assert got["tokens"] == len(tokens)
+        tokenizer = Corpus(tmp_path / "out").tokenizer
+        assert tokens.tolist() == tokenizer.encode(text)
+        if kind != "word":
+            assert tokenizer.decode(tokens) == text
+    assert info["tokenizer"]["kind"] == kind
+    assert info["tokenizer"]["fingerprint"] == tokenizer.fingerprint()
+
+
+def test_tiny_is_the_text_that_it_says():
+    digests = {"train": "e4a4d5890fbcc517", "valid": "2837c8b5c0c68d82", "test": "9e59b613375eaa4f"}
+    for split, digest in digests.items():
+        content = (TINY / f"{split}.txt").read_bytes()
+        assert hashlib.sha256(content).hexdigest()[:16] == digest
+
+
+def test_several_files_a_split_in_order(tmp_path):
+    files = [write(tmp_path / f"{n}.txt", n) for n in ("one", "two")]
+    info = prepare(out=tmp_path / "out", train=files, tokenizer="byte")
+    assert (tmp_path / "out" / "train.bin").read_bytes() == b"one\ntwo\n"
+    assert info["splits"]["train"]["lines"] == 2
+    assert [Path(source["path"]).name for source in info["sources"]] == ["one.txt", "two.txt"]
+
+
+@pytest.mark.parametrize("types, dtype", [(254, "uint8"), (255, "uint16"), (65_535, "uint32")])
+def test_smallest_type_that_fits(tmp_path, types, dtype):
+    text = " ".join(f"w{i}" for i in range(types)) + "\n"  # and <eos>, <unk>
+    info = prepare(out=tmp_path / "out", train=[write(tmp_path / "a.txt", text)])
+    assert (info["vocab_size"], info["dtype"]) == (types + 2, dtype)
+    corpus = Corpus(tmp_path / "out")
+    assert corpus.tokens("train").tolist() == list(range(types + 1))
+    assert corpus.tokens("train").dtype == np.dtype(dtype).newbyteorder("<")
+
+
+def test_wikitext_2_known_counts(tmp_path):
+    source = SHARED / "wikitext-2"
+    if not source.is_dir():
+        pytest.skip(f"{source} is absent")
+    info = prepare(out=tmp_path / "out", dataset="wikitext-2", source=source)
+    tokens = {split: got["tokens"] for split, got in info["splits"].items()}
+    assert tokens == {"train": 2_088_628, "valid": 217_646, "test": 245_569}
+    assert info["vocab_size"] == 33_278
+    assert all(got["words"] == got["tokens"] for got in info["splits"].values())
+    assert info["dataset"] == "wikitext-2"
+
+
+def test_wikitext_103_valid_count(tmp_path):
+    valid = SHARED / "wikitext-103" / "wiki.valid.tokens"
+    if not valid.is_file():
+        pytest.skip(f"{valid} is absent")
+    info = prepare(out=tmp_path / "out", train=[valid])
+    assert info["splits"]["train"]["tokens"] == 217_646
+
+
+def wikitext(folder: Path, ending: str) -> Path:
+    folder.mkdir()
+    for split in ("train", "valid", "test"):
+        write(folder / f"wiki.{split}.{ending}", " \n = A = \n")
+    return folder
+
+
+def test_wikitext_sources(tmp_path):
+    out = tmp_path / "out"
+    whole = wikitext(tmp_path / "tokens", "tokens")
+    with pytest.raises(ValueError, match=r"wiki\.train\.tokens: 5 words .* 2,088,628; .*accept"):
+        prepare(out=out, dataset="wikitext-2", source=whole)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokens"]
+    info = prepare(out=out, dataset="wikitext-103", source=whole, accept_counts=True)
+    assert info["splits"]["test"]["tokens"] == 5
+    raw = wikitext(tmp_path / "raw", "raw")  # its counts are not those of the tokenised files
+    assert prepare(out=tmp_path / "out2", dataset="wikitext-2", source=raw)["vocab_size"] == 4
+    (raw / "wiki.test.raw").unlink()
+    for source in (raw, tmp_path / "nowhere"):
+        with pytest.raises(FileNotFoundError, match=r"must hold wiki\.train\.tokens, .*\.raw"):
+            prepare(out=tmp_path / "out3", dataset="wikitext-2", source=source)
+    with pytest.raises(ValueError, match=r"needs a source: the folder that holds wiki\.train"):
+        prepare(out=tmp_path / "out3", dataset="wikitext-2")
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({}, "nothing to prepare"),
+        ({"valid": ["x"]}, "at least one train file"),
+        ({"dataset": "ptb"}, "'ptb' is unknown; known: tiny"),
+        ({"dataset": "tiny", "train": ["x"]}, "not both"),
+        ({"dataset": "tiny", "source": "x"}, "source belongs"),
+        ({"dataset": "tiny", "tokenizer": "char"}, "'char' is unknown"),
+        ({"dataset": "tiny", "vocab_size": 9}, "vocab_size is .* sentencepiece.*use max_vocab"),
+        ({"dataset": "tiny", "tokenizer": "byte", "max_vocab": 9}, "max_vocab is .* word"),
+        ({"dataset": "tiny", "tokenizer": "sentencepiece", "min_count": 2}, "min_count"),
+        ({"dataset": "tiny", "model_type": "bpe"}, "model_type is .* sentencepiece"),
+        ({"dataset": "tiny", "tokenizer": "sentencepiece", "model_type": "x"}, "unigram or bpe"),
+        ({"dataset": "tiny", "tokenizer": "sentencepiece", "vocab_size": 9999}, "largest possible"),
+    ],
+)
+def test_wrong_options(tmp_path, options, match):
+    with pytest.raises(ValueError, match=match) as error:
+        prepare(out=tmp_path / "out", **options)
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_files(tmp_path, text):
+    out = tmp_path / "out"
+    before = set(tmp_path.iterdir())
+    with pytest.raises(FileNotFoundError, match=r"absent\.txt: no such file \(given for valid\)"):
+        prepare(out=out, train=[text], valid=[tmp_path / "absent.txt"])
+    with pytest.raises(ValueError, match="not a regular file"):
+        prepare(out=out, train=[tmp_path])
+    assert set(tmp_path.iterdir()) == before
+    wrong = {
+        b"": "empty",
+        b"\n \n": "no words",
+        b"fine\nfine\nnot \xff fine": "line 3: byte 0xFF is not UTF-8",
+        b"surrogate \xed\xa0\x80\n": "line 1: byte 0xED is not UTF-8",
+        b"fine\ncut off \xc3": "line 2: byte 0xC3",
+    }
+    for content, match in wrong.items():
+        bad = write(tmp_path / "bad.txt", content)
+        for kind in ("byte", "word", "sentencepiece"):
+            with pytest.raises(ValueError, match=rf"bad\.txt.*{match}") as error:
+                prepare(out=out, train=[bad], tokenizer=kind)
+            assert "\n" not in str(error.value)
+        with pytest.raises(ValueError, match=match):
+            prepare(out=out, train=[text], test=[bad])
+        bad.unlink()
+    assert set(tmp_path.iterdir()) == before
+    with pytest.raises(ValueError, match="not a folder"):
+        prepare(out=text / "out", train=[text])
+
+
+def test_again_does_nothing_and_says_so(tmp_path, text, capsys):
+    out = tmp_path / "out"
+    first = prepare(out=out, train=[text])
+    stamp = out.stat().st_mtime_ns, out.stat().st_ino
+    assert capsys.readouterr() == ("", "")
+    assert prepare(out=out, train=[text]) == first
+    assert (out.stat().st_mtime_ns, out.stat().st_ino) == stamp
+    said = capsys.readouterr()
+    assert said.out == "" and "nothing to do" in said.err and said.err.count("\n") == 1
+
+
+def test_something_else_is_refused(tmp_path, text):
+    out = tmp_path / "out"
+    prepare(out=out, train=[text])
+    before = contents(out)
+    write(tmp_path / "other.txt", "other\n")
+    for options in (
+        {"train": [text], "tokenizer": "byte"},
+        {"train": [text], "min_count": 2},
+        {"train": [text], "valid": [text]},
+        {"train": [tmp_path / "other.txt"]},
+        {"dataset": "tiny"},
+    ):
+        with pytest.raises(ValueError, match="another or a damaged.*overwrite"):
+            prepare(out=out, **options)
+    assert contents(out) == before
+    write(text, "the text has changed\n")
+    with pytest.raises(ValueError, match="overwrite"):
+        prepare(out=out, train=[text])
+    info = prepare(out=out, train=[text], overwrite=True, tokenizer="byte")
+    assert json.loads((out / "data.json").read_text()) == info
+    assert sorted(contents(out)) == ["data.json", "tokenizer.json", "train.bin"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.txt", "out", "train.txt"]
+
+
+def test_a_damaged_corpus_is_not_taken_for_a_whole_one(tmp_path, text):
+    out = tmp_path / "out"
+    first = prepare(out=out, train=[text])
+    for name, content in contents(out).items():
+        write(out / name, content[:-1] + b"\x00")
+        with pytest.raises(ValueError, match="damaged"):
+            prepare(out=out, train=[text])
+        assert prepare(out=out, train=[text], overwrite=True) == first
+
+
+def test_overwrite_spares_what_is_no_corpus(tmp_path, text):
+    out = tmp_path / "out"
+    out.mkdir()
+    assert prepare(out=out, train=[text])["vocab_size"] == 5  # an empty folder is free
+    write(out / "notes.md", "mine")
+    before = contents(out)
+    with pytest.raises(ValueError, match=r"notes\.md.*not be replaced"):
+        prepare(out=out, train=[text], overwrite=True)
+    assert contents(out) == before
+    other = tmp_path / "other"
+    other.mkdir()
+    write(other / "data.json", "{}")
+    with pytest.raises(ValueError, match="no prepared corpus"):
+        prepare(out=other, train=[text], overwrite=True)
+    with pytest.raises(ValueError, match="not a folder"):
+        prepare(out=text, train=[text], overwrite=True)
+    assert text.read_text() == "the cat\nthe dog\n"
+
+
+def test_through_a_link(tmp_path, text):
+    (tmp_path / "disk").mkdir()
+    os.symlink(tmp_path / "disk", tmp_path / "link")
+    prepare(out=tmp_path / "link", train=[text])
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "data.json").is_file()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("No space left on device")])
+def test_interruption_leaves_nothing(tmp_path, text, monkeypatch, error):
+    def stop(self, dir):
+        raise error
+
+    before = set(tmp_path.iterdir())
+    with monkeypatch.context() as patched:
+        patched.setattr(Tokenizer, "save", stop)
+        with pytest.raises(type(error) if isinstance(error, OSError) else error):
+            prepare(out=tmp_path / "out", train=[text])
+    assert set(tmp_path.iterdir()) == before
+    old = prepare(out=tmp_path / "out", train=[text])
+    real = os.rename
+
+    def fail(source, target):
+        if "partial" in str(source):
+            raise KeyboardInterrupt
+        real(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, "rename", fail)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(out=tmp_path / "out", train=[text], tokenizer="byte", overwrite=True)
+    assert set(tmp_path.iterdir()) == before | {tmp_path / "out"}
+    assert Corpus(tmp_path / "out").info == old
+
+
+def test_folder_does_not_exist_until_it_is_whole(tmp_path, text, monkeypatch):
+    seen = []
+    real = os.rename
+
+    def look(source, target):
+        seen.append((sorted(path.name for path in Path(source).iterdir()), Path(target).exists()))
+        real(source, target)
+
+    monkeypatch.setattr(module.os, "rename", look)
+    prepare(out=tmp_path / "out", train=[text])
+    assert seen == [(["data.json", "tokenizer.json", "train.bin", "vocab.txt"], False)]
+
+
+def test_blocks_join_to_the_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK", 64)
+    monkeypatch.setattr(module, "_LONG_LINE", 200)
+    rng = random.Random(1)
+    text = "".join(rng.choices("ab é\u2581\r\n", weights=[9, 9, 9, 3, 3, 1, 1], k=3000))
+    text += " ".join(["wörd"] * 300) + "\n" + "x" * 500 + " end"
+    blocks = list(read_blocks(write(tmp_path / "a.txt", text)))
+    assert "".join(block for block, _ in blocks) == text + "\n"
+    assert [size for _, size in blocks] == [len(block.encode("utf-8")) for block, _ in blocks]
+    assert sum(len(block.split()) for block, _ in blocks) == len(text.split())
+    assert len(blocks) > 20
+
+
+@pytest.mark.parametrize("kind", ["byte", "word", "sentencepiece"])
+def test_cut_long_lines_encode_like_whole_ones(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(module, "_BLOCK", 100)
+    monkeypatch.setattr(module, "_LONG_LINE", 300)
+    text = (TINY / "valid.txt").read_text(encoding="utf-8").replace("\n", " ", 50)
+    options = {"vocab_size": 600} if kind == "sentencepiece" else {}
+    path = write(tmp_path / "a.txt", text)
+    prepare(out=tmp_path / "out", train=[path], tokenizer=kind, **options)
+    corpus = Corpus(tmp_path / "out")
+    assert corpus.tokens("train").tolist() == corpus.tokenizer.encode(text)
+
+
+def test_a_line_without_any_space_has_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_LONG_LINE", 1 << 20)
+    monkeypatch.setattr(module, "_LONGEST_WORD", 2 << 20)
+    path = write(tmp_path / "a.txt", "fine\n" + "x" * (4 << 20))
+    with pytest.raises(ValueError, match=r"a\.txt, line 2: 2 MiB without a space; break"):
+        list(read_blocks(path))
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK", 1 << 15)
+    peaks = []
+    line = "the same few words again and again\n"
+    for n in (1, 4):
+        path = write(tmp_path / f"{n}.txt", line * (n * 200_000 // len(line)))
+        tracemalloc.start()
+        prepare(out=tmp_path / f"out{n}", train=[path], valid=[path])
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.2 * peaks[0] < 4_000_000
