@@ -18,7 +18,9 @@ from allattn.config import Config, ConfigError, ModelConfig, load_config, to_yam
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     parser = build_parser()
-    args, extra = parser.parse_known_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    # the DeepSpeed launcher puts --local_rank=N first; the rank is in the environment too
+    args, extra = parser.parse_known_args([a for a in argv if not a.startswith("--local_rank")])
     if args.command is None:
         parser.print_help(sys.stderr)
         return 2
@@ -40,7 +42,8 @@ def main(argv: list[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     parser = argparse.ArgumentParser(
-        prog="allattn", description="Train, prune and export language models made of attention only."
+        prog="allattn",
+        description="Train, prune and export language models made of attention only.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
@@ -69,18 +72,22 @@ def build_parser() -> argparse.ArgumentParser:
     p = commands.add_parser("train", help="run the stages of a config")
     _config_arguments(p)
     p.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    p.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher adds it
     p.set_defaults(run=_train)
 
     p = commands.add_parser("evaluate", help="perplexity of a run, checkpoint or export")
     p.add_argument("path", metavar="PATH")
     _data_arguments(p)
     p.add_argument("--split", default="valid")
-    p.add_argument("--seq-len", type=int, metavar="N", help="tokens a segment (default: training's)")
+    p.add_argument(
+        "--seq-len", type=int, metavar="N", help="tokens a segment (default: training's)"
+    )
     p.add_argument("--mem-len", type=int, metavar="N", help="remembered tokens")
     p.add_argument("--clamp-len", type=int, metavar="N", help="distances above count as this one")
     p.add_argument(
-        "--same-length", action="store_true", default=None, help="every token sees mem_len before it"
+        "--same-length",
+        action="store_true",
+        default=None,
+        help="every token sees mem_len before it",
     )
     p.add_argument("--batch-size", type=int, default=8, metavar="N", help="changes speed only")
     _json(p)
@@ -115,7 +122,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _config_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("config", metavar="CONFIG")
-    p.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. stages[1].prune.keep=0.3")
+    p.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="e.g. stages[1].prune.keep=0.3"
+    )
 
 
 def _data_arguments(p: argparse.ArgumentParser) -> None:
@@ -133,9 +142,13 @@ def _json(p: argparse.ArgumentParser) -> None:
 
 def _take_overrides(args: argparse.Namespace, extra: list[str]) -> None:
     """argparse leaves overrides after an option (`train C --resume a=1`) over: take those too."""
-    wrong = [e for e in extra if not hasattr(args, "overrides") or e.startswith("-") or "=" not in e]
+    wrong = [
+        e for e in extra if not hasattr(args, "overrides") or e.startswith("-") or "=" not in e
+    ]
     if wrong:
-        raise ConfigError(f"{args.command}: unknown argument {wrong[0]} (see allattn {args.command} -h)")
+        raise ConfigError(
+            f"{args.command}: unknown argument {wrong[0]} (see allattn {args.command} -h)"
+        )
     if extra:
         args.overrides = [*args.overrides, *extra]
 
@@ -219,7 +232,12 @@ def describe(config: Config) -> dict[str, Any]:
                 target = f"{heads_to_keep(stage.prune.keep, heads)} of {heads} heads stay"
             what += f"; {stage.prune.method}: {target}, remove {stage.prune.remove}"
         stages.append(
-            {"name": stage.name, "first_step": end - stage.steps + 1, "last_step": end, "what": what}
+            {
+                "name": stage.name,
+                "first_step": end - stage.steps + 1,
+                "last_step": end,
+                "what": what,
+            }
         )
     return {
         "params": rest + parts["vocabulary"] if known else None,
@@ -242,7 +260,7 @@ def _train(args: argparse.Namespace) -> None:
     if trainer.world.rank == 0:
         newest = trainer.run_dir / "checkpoints" / f"step_{trainer.step:08d}"
         final = export(open_source(newest), trainer.run_dir / "final", overwrite=True)
-        print(f"{final}: {sum(trainer.model_config.heads)} of {trainer.run_heads} heads")
+        print(f"{final}: {sum(trainer.live.open_by_layer())} of {trainer.live.run_heads} heads")
     trainer.close()
 
 

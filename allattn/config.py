@@ -11,7 +11,7 @@ import difflib
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
@@ -29,7 +29,9 @@ class RunConfig:
     name: str = "run"
     dir: str = "runs"
     seed: int = 1
-    init_from: Optional[str] = None  # a run, checkpoint or export whose weights (and heads) to start from
+    init_from: str | None = (
+        None  # a run, checkpoint or export whose weights (and heads) to start from
+    )
 
 
 @dataclass
@@ -46,12 +48,12 @@ class ModelConfig:
     n_layers: int = 6
     d_model: int = 256
     n_heads: Any = 8  # one number, or one for each layer (0 is allowed there)
-    d_head: Optional[int] = None  # default d_model / n_heads; needed where n_heads is a list
+    d_head: int | None = None  # default d_model / n_heads; needed where n_heads is a list
     n_persistent: int = 512
     d_ff: int = 0
     seq_len: int = 64
     mem_len: int = 64
-    clamp_len: Optional[int] = None  # distances beyond it count as this one; None: no limit
+    clamp_len: int | None = None  # distances beyond it count as this one; None: no limit
     same_length: bool = False  # every query sees itself and mem_len positions before it, never more
     position: str = "sinusoidal"
     dropout: float = 0.1
@@ -59,7 +61,7 @@ class ModelConfig:
     embedding: str = "tied"
     cutoffs: list[int] = field(default_factory=list)  # adaptive: first ids of the rarer clusters
     div_value: int = 1  # adaptive: each cluster's width is the one before divided by this
-    vocab_size: Optional[int] = None  # default: the corpus decides
+    vocab_size: int | None = None  # default: the corpus decides
     attention: str = "auto"
 
     @property
@@ -72,7 +74,9 @@ class ModelConfig:
     @property
     def heads(self) -> list[int]:
         """Head counts, one a layer."""
-        return [self.n_heads] * self.n_layers if isinstance(self.n_heads, int) else list(self.n_heads)
+        return (
+            [self.n_heads] * self.n_layers if isinstance(self.n_heads, int) else list(self.n_heads)
+        )
 
 
 @dataclass
@@ -91,7 +95,7 @@ class TrainConfig:
     """What every stage shares. Batch sizes count lanes (contiguous streams of the corpus)."""
 
     batch_size: int = 32  # of all ranks together
-    micro_batch_size: Optional[int] = None  # lanes a rank takes at a time; default: all of its lanes
+    micro_batch_size: int | None = None  # lanes a rank takes at a time; default: all of its lanes
     eval_batch_size: int = 8
     precision: str = "fp32"
     clip_norm: float = 0.25  # of the gradient over all parameters; 0: no clipping
@@ -109,7 +113,7 @@ class LrConfig:
 
     schedule: str = "constant"
     warmup_steps: int = 0
-    peak: Optional[float] = None  # default: train.optimizer.lr
+    peak: float | None = None  # default: train.optimizer.lr
     final: float = 0.0  # share of the peak at the stage's end (linear, cosine)
 
 
@@ -118,11 +122,11 @@ class PruneConfig:
     """Pruning within a stage. Exactly one of `keep` and `penalty` sets the target."""
 
     method: str = "hard_concrete"
-    keep: Optional[float] = None  # share of the run's first head count that is left at the stage's end
-    penalty: Optional[float] = None  # weight of the expected number of open heads in the loss
+    keep: float | None = None  # share of the run's first head count that is left at the stage's end
+    penalty: float | None = None  # weight of the expected number of open heads in the loss
     warmup_steps: int = 0  # steps over which the penalty, or the target, grows to its full value
     gate_init: float = 2.0  # log_alpha at the start
-    gate_lr: Optional[float] = None  # peak rate of the gates; default: 10 x the stage's
+    gate_lr: float | None = None  # peak rate of the gates; default: 10 x the stage's
     sampling: str = "soft"  # what the forward pass sees of a gate's draw: its value, or 0/1
     output_scaling: bool = True  # multiply a layer's output by heads / open heads
     lagrangian_lr: float = 1.0  # ascent rate of the two multipliers of `keep`
@@ -137,7 +141,7 @@ class StageConfig:
     name: str = "train"
     steps: int = 1000
     lr: LrConfig = field(default_factory=LrConfig)
-    prune: Optional[PruneConfig] = None
+    prune: PruneConfig | None = None
 
 
 @dataclass
@@ -201,7 +205,9 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         raise ConfigError(f"{where}: not YAML: {getattr(error, 'problem', error)}") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: a config is a mapping with sections {', '.join(_names(Config))}")
+        raise ConfigError(
+            f"{path}: a config is a mapping with sections {', '.join(_names(Config))}"
+        )
     _reject_unknown_keys(raw, Config, "", str(path))
     try:
         config = OmegaConf.merge(OmegaConf.structured(Config), raw)
@@ -282,14 +288,18 @@ def _validate_model(model: ModelConfig) -> None:
         _at_least(f"model.{key}", getattr(model, key), 0)
     for key in ("dropout", "attn_dropout"):
         if not 0 <= getattr(model, key) < 1:
-            raise ConfigError(f"model.{key}: a share in [0, 1) is needed, not {getattr(model, key)}")
+            raise ConfigError(
+                f"model.{key}: a share in [0, 1) is needed, not {getattr(model, key)}"
+            )
     for key in ("position", "embedding", "attention"):
         _choice(f"model.{key}", getattr(model, key))
     if model.d_model % 2 and model.position == "sinusoidal":
         raise ConfigError(f"model.d_model: sinusoids need an even number, not {model.d_model}")
     n_heads = model.n_heads
     if isinstance(n_heads, bool) or not isinstance(n_heads, (int, list, tuple)):
-        raise ConfigError(f"model.n_heads: a number or a list of numbers is needed, not {n_heads!r}")
+        raise ConfigError(
+            f"model.n_heads: a number or a list of numbers is needed, not {n_heads!r}"
+        )
     if isinstance(n_heads, int):
         _at_least("model.n_heads", n_heads, 0)
         if model.d_head is None:
@@ -306,7 +316,9 @@ def _validate_model(model: ModelConfig) -> None:
                 "give one number, or one for each layer"
             )
         if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in n_heads):
-            raise ConfigError(f"model.n_heads: whole numbers from 0 on are needed, not {list(n_heads)}")
+            raise ConfigError(
+                f"model.n_heads: whole numbers from 0 on are needed, not {list(n_heads)}"
+            )
         if model.d_head is None:
             raise ConfigError("model.d_head: needed where model.n_heads is a list")
         model.n_heads = list(n_heads)
@@ -348,7 +360,9 @@ def _validate_stage(where: str, stage: StageConfig) -> None:
     _choice("stage.prune.method", prune.method, f"{where}.prune.method")
     _choice("stage.prune.sampling", prune.sampling, f"{where}.prune.sampling")
     if (prune.keep is None) == (prune.penalty is None):
-        raise ConfigError(f"{where}.prune: set one of keep (a share of heads) and penalty (a weight)")
+        raise ConfigError(
+            f"{where}.prune: set one of keep (a share of heads) and penalty (a weight)"
+        )
     if prune.keep is not None and not 0 <= prune.keep <= 1:
         raise ConfigError(f"{where}.prune.keep: a share from 0 to 1 is needed, not {prune.keep}")
     if prune.penalty is not None:
@@ -361,7 +375,9 @@ def _validate_stage(where: str, stage: StageConfig) -> None:
     remove = prune.remove
     every = isinstance(remove, dict) and list(remove) == ["every"] and type(remove["every"]) is int
     if not (remove in ("end", "never") or (every and remove["every"] >= 1)):
-        raise ConfigError(f"{where}.prune.remove: end, never or {{every: N}} is needed, not {remove}")
+        raise ConfigError(
+            f"{where}.prune.remove: end, never or {{every: N}} is needed, not {remove}"
+        )
 
 
 def _choice(key: str, value: str, where: str | None = None) -> None:
@@ -485,7 +501,7 @@ def _unknown(key: str, section: Any, where: str) -> str:
     return f"unknown key {f'{where}.{key}' if where else key}; {hint}"
 
 
-def _number(text: str) -> Union[float, str]:
+def _number(text: str) -> float | str:
     """YAML 1.1 reads 5e-4 as text; people mean a number."""
     try:
         return float(text) if text.strip()[:1] in "+-.0123456789" and text.strip() else text

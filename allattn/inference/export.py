@@ -116,4 +116,3 @@ model = allattn.load_pretrained("PATH/TO/THIS/FOLDER")
 tokenizer = allattn.load_tokenizer("PATH/TO/THIS/FOLDER")
 ```
 """
-

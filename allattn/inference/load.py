@@ -55,7 +55,9 @@ class Source:
             folder = self.data_dir
         tokenizer = load_tokenizer(folder)
         if tokenizer.fingerprint() != self.tokenizer_fingerprint:
-            raise ValueError(f"{folder}: not the tokenizer that {self.weights.path} was trained with")
+            raise ValueError(
+                f"{folder}: not the tokenizer that {self.weights.path} was trained with"
+            )
         return tokenizer
 
 

@@ -40,7 +40,9 @@ def shift_by_query(scores: Tensor) -> Tensor:
         after the query hold values of other rows: mask them.
     """
     *lead, T, S = scores.shape
-    padded = torch.nn.functional.pad(scores, (1, 0))  # then every row starts one later than the last
+    padded = torch.nn.functional.pad(
+        scores, (1, 0)
+    )  # then every row starts one later than the last
     return padded.view(*lead, S + 1, T)[..., 1:, :].reshape(*lead, T, S)
 
 

@@ -119,7 +119,9 @@ class HardConcrete:
         """Noise of one step, the same on every rank: a function of seed and step alone."""
         rng = np.random.default_rng([self.seed, step, 0x6A7E])
         for layer in model.layers:
-            uniform = rng.uniform(1e-6, 1 - 1e-6, 0 if layer.attention is None else layer.attention.n_heads)
+            uniform = rng.uniform(
+                1e-6, 1 - 1e-6, 0 if layer.attention is None else layer.attention.n_heads
+            )
             if layer.attention is not None:
                 layer.attention.gate.uniform = torch.from_numpy(uniform.astype(np.float32))
 
@@ -136,7 +138,10 @@ class HardConcrete:
             term = linear * gap + quadratic * gap**2
             logged = {"penalty_weight": linear, "penalty_weight_quadratic": quadratic}
             logged["target_heads"] = self._target(stage_step) * self.state.run_heads
-        return term, logged | {"penalty": float(term.detach()), "expected_heads": float(expected.detach())}
+        return term, logged | {
+            "penalty": float(term.detach()),
+            "expected_heads": float(expected.detach()),
+        }
 
     def after_step(self, expected_heads: float, stage_step: int) -> None:
         """Gradient ascent on the multipliers of `keep`."""

@@ -52,7 +52,6 @@ class World:
         if self.size > 1:
             torch.distributed.barrier()
 
-
     def close(self) -> None:
         """Leave the process group."""
         if self.deepspeed:
@@ -194,9 +193,12 @@ class DeepSpeedEngine:
         """Clip, update with these rates by group kind; returns the gradient norm."""
         for group in self.optimizer.param_groups:
             group["lr"] = lrs[group["kind"]]
+        if self.stage == 0:  # DeepSpeed does not tell the norm there
+            norm = torch.nn.utils.get_total_norm(
+                [p.grad for p in self.module.parameters() if p.grad is not None]
+            )
         self.engine.step()
-        norm = self.engine.get_global_grad_norm()
-        return float(norm) if norm is not None else float("nan")
+        return float(norm if self.stage == 0 else self.engine.get_global_grad_norm())
 
     def read(self, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         """Some full parameters by name, on the CPU of every rank (all ranks must call it)."""
@@ -213,13 +215,17 @@ class DeepSpeedEngine:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         out = Snapshot(self.read(lambda name: True))
+        if self.stage in (1, 2):
+            self._link_moments()
         for parameter, name in self.names.items():
             state = self._adam_state(parameter)
             if not state:
                 continue
             out.adam_steps[name] = int(state["step"])
             for key in MOMENTS:
-                full = state[key] if self.stage == 0 else safe_get_full_optimizer_state(parameter, key)
+                full = (
+                    state[key] if self.stage == 0 else safe_get_full_optimizer_state(parameter, key)
+                )
                 out.moments[key][name] = full.detach().cpu().view(out.parameters[name].shape)
         return out
 
@@ -264,7 +270,7 @@ class DeepSpeedEngine:
                     **{key: torch.zeros_like(flat) for key in MOMENTS},
                 }
                 known += members
-        if self.stage < 3:
+        if self.stage in (1, 2):
             self._link_moments()
         for parameter in known:
             for key in MOMENTS:
@@ -272,7 +278,10 @@ class DeepSpeedEngine:
                 safe_set_full_optimizer_state(parameter, value, key)
 
     def _link_moments(self) -> None:
-        """Tell ZeRO 1 and 2 where each parameter's moments lie; it does so itself only on a step."""
+        """Tell ZeRO 1 and 2 where each parameter's moments lie.
+
+        It does so itself once, in the first group's first step, when other groups have none yet.
+        """
         for members, flat in self._flat_tensors():
             state = self.optimizer.optimizer.state.get(flat)
             for parameter in members:

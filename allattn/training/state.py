@@ -105,7 +105,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
 def checkpoints_of(run_dir: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
     folder = run_dir / "checkpoints"
-    found = [p for p in folder.iterdir() if _CHECKPOINT.fullmatch(p.name)] if folder.is_dir() else []
+    found = (
+        [p for p in folder.iterdir() if _CHECKPOINT.fullmatch(p.name)] if folder.is_dir() else []
+    )
     return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
 
 

@@ -16,13 +16,11 @@ from allattn.config import Config, ConfigError, ModelConfig, save_config
 from allattn.data.lanes import Corpus, Lanes
 from allattn.model.scoring import score_stream
 from allattn.model.transformer import Memory, TransformerLM
-from allattn.pruning.gates import HardConcrete, HardConcreteState, MaskGate, log_alphas
-from allattn.pruning.removal import cut_config, cut_tensors, fold_output_scales, without_gates
 from allattn.pruning.schedule import Schedule, lr_factor
-from allattn.training.engine import build_engine, connect
+from allattn.training.engine import connect
+from allattn.training.live import LiveModel
 from allattn.training.monitor import Monitor
 from allattn.training.state import (
-    Snapshot,
     check_shapes,
     checkpoints_of,
     load_checkpoint,
@@ -41,7 +39,8 @@ class Trainer:
     Attributes:
         step: optimiser steps done.
         stage: number of the stage that the model is set up for; -1 before the first.
-        model_config: the shape of the model as it is now, fewer heads than `config.model` later.
+        live: the model, its optimiser state and its gates.
+        history: what each finished stage came to.
     """
 
     def __init__(self, config: Config, resume: bool = False):
@@ -70,13 +69,8 @@ class Trainer:
                 f"{self.run_dir}: the run's folder exists; continue it with --resume, or choose "
                 "another run.name"
             )
-        self.step, self.stage, self.stage_finished = 0, -1, True
-        self.pruner: HardConcrete | None = None
-        self.masks: list[list[int]] | None = None  # heads decided on but still in the weights
-        self.scales: list[float] | None = None
-        self.model_config = config.model
-        self.run_heads = sum(config.model.heads)
-        self.head_ids = [list(range(n)) for n in config.model.heads]  # original numbers
+        self.step, self.stage = 0, -1
+        self.live = LiveModel(config, self.world, self.n_micro)
         self.history: list[dict[str, Any]] = []
         self.memories: list[Memory | None] = [None] * self.n_micro
         self.world.barrier()  # every rank has looked at the folder before rank 0 makes it
@@ -109,8 +103,7 @@ class Trainer:
                 if stage_ends:
                     self._finish_stage()
                 else:
-                    if self._removal_due(stage_step + 1):
-                        self._remove_closed()
+                    self._remove_closed(stage_step + 1)
                     if self.step % every.eval_every == 0:
                         self._log_evaluation()
                 if stage_ends or self.step % every.save_every == 0 or self.step == end:
@@ -124,10 +117,10 @@ class Trainer:
             self.memories = [None] * self.n_micro
         # dropout's noise is a function of seed, step and rank: resuming needs no generator state
         torch.manual_seed(_mix(self.config.run.seed, self.step, self.world.rank))
-        model = self.engine.module
+        model = self.live.engine.module
         model.train()
-        if self.pruner is not None:
-            self.pruner.draw(model, self.step)
+        if self.live.pruner is not None:
+            self.live.pruner.draw(model, self.step)
         pruning: dict[str, float] = {}
         losses = []
         for m in range(self.n_micro):
@@ -135,14 +128,14 @@ class Trainer:
             inputs, targets = self.lanes.batch(self.step, first, first + self.micro_lanes)
             device = self.world.device
             with self._autocast():
-                output = self.engine(inputs.to(device), targets.to(device), self.memories[m])
+                output = self.live.engine(inputs.to(device), targets.to(device), self.memories[m])
                 loss = output.nll.mean()
             losses.append(loss.detach())
-            if self.pruner is not None:
-                term, pruning = self.pruner.objective(model, stage_step)
+            if self.live.pruner is not None:
+                term, pruning = self.live.pruner.objective(model, stage_step)
                 loss = loss + term
             self.memories[m] = output.memory
-            self.engine.backward(loss, last=m == self.n_micro - 1)
+            self.live.engine.backward(loss, last=m == self.n_micro - 1)
         mean_loss = torch.stack(losses).mean().double()
         cross_entropy = float(self.world.sum(mean_loss)) / self.world.size
         if not math.isfinite(cross_entropy):
@@ -151,9 +144,9 @@ class Trainer:
                 "step before (lower train.optimizer.lr, or set train.clip_norm)"
             )
         lrs = self._learning_rates(stage_step)
-        grad_norm = self.engine.step(lrs)
-        if self.pruner is not None:
-            self.pruner.after_step(pruning["expected_heads"], stage_step)
+        grad_norm = self.live.engine.step(lrs)
+        if self.live.pruner is not None:
+            self.live.pruner.after_step(pruning["expected_heads"], stage_step)
         self.step += 1
         self.clock_tokens += self.config.train.batch_size * self.config.model.seq_len
         self.monitor.advance()
@@ -164,112 +157,66 @@ class Trainer:
         stage = self.config.stages[self.stage]
         peak = stage.lr.peak if stage.lr.peak is not None else self.config.train.optimizer.lr
         factor = lr_factor(stage.lr, stage_step, stage.steps)
-        gates = 10 * peak if stage.prune is None or stage.prune.gate_lr is None else stage.prune.gate_lr
+        gates = (
+            10 * peak if stage.prune is None or stage.prune.gate_lr is None else stage.prune.gate_lr
+        )
         return {"matrices": peak * factor, "plain": peak * factor, "gates": gates * factor}
 
     # ---- stages and removal -----------------------------------------------------------------
 
     def _begin_stage(self, stage: int) -> None:
-        self.stage, self.stage_finished = stage, False
+        self.stage = stage
         prune = self.config.stages[stage].prune
         if prune is not None:
-            if self.masks is not None:
-                raise ConfigError(
-                    f"stages[{stage}].prune: the heads of the pruning stage before it were never "
-                    "removed; use remove: end there"
-                )
-            state = HardConcreteState(list(self.model_config.heads), self.run_heads)
-            self.pruner = HardConcrete(prune, self.config.run.seed, state)
-            self._rebuild(self._snapshot(), self.model_config)
+            self.live.begin_pruning(prune)
         self.monitor.event(
             {"event": "stage", "step": self.step, "stage": self._stage_name()},
-            f"begins: {self.config.stages[stage].steps} steps, "
-            f"{sum(self.model_config.heads)} heads",
+            f"begins: {self.config.stages[stage].steps} steps, {sum(self.live.shape.heads)} heads",
         )
-
-    def _removal_due(self, stage_steps_done: int) -> bool:
-        remove = self.config.stages[self.stage].prune and self.config.stages[self.stage].prune.remove
-        return isinstance(remove, dict) and stage_steps_done % remove["every"] == 0
-
-    def _remove_closed(self) -> None:
-        """`remove: {every: N}`: cut the heads that have been closed long enough; pruning goes on."""
-        kept = self.pruner.check_closed(self._log_alphas())
-        n_closed = sum(self.model_config.heads) - sum(map(len, kept))
-        if n_closed:
-            before = self._evaluate("valid")
-            snapshot = self._cut(self._snapshot(), kept)
-            self._rebuild(snapshot, self.model_config)
-            self._log_removal(n_closed, before, self._evaluate("valid"))
 
     def _finish_stage(self) -> None:
         """Decide on heads if the stage pruned, remove them as configured, and evaluate."""
         result = {"stage": self._stage_name(), "step": self.step}
-        prune = self.config.stages[self.stage].prune
-        if self.pruner is not None:
-            kept, undecided = self.pruner.final(self._log_alphas())
-            scales = self.pruner.output_scales(kept)
-            snapshot = self._snapshot()
-            snapshot = Snapshot(
-                without_gates(snapshot.parameters),
-                {key: without_gates(named) for key, named in snapshot.moments.items()},
-                without_gates(snapshot.adam_steps),
-            )
-            self.pruner, self.masks, self.scales = None, kept, scales
-            self._rebuild(snapshot, self.model_config)
-            text = f"{sum(map(len, kept))} of {self.run_heads} heads stay {list(map(len, kept))}"
+        if self.live.pruner is not None:
+            undecided = self.live.decide()
+            heads = self.live.open_by_layer()
             self.monitor.event(
-                {
-                    "event": "decision", "step": self.step, "stage": self._stage_name(),
-                    "heads": list(map(len, kept)), "undecided": undecided,
-                },
-                f"{text}; {undecided} gates were undecided (0.1 < P(open) < 0.9)",
-            )  # fmt: skip
-            before = self._evaluate("valid")
-            result |= {"masked_ppl": before["ppl"], "undecided": undecided}
-            if prune.remove != "never":
-                n_closed = sum(self.model_config.heads) - sum(map(len, kept))
-                snapshot.parameters = fold_output_scales(snapshot.parameters, scales)
-                self.masks = self.scales = None
-                snapshot = self._cut(snapshot, kept)
-                self._rebuild(snapshot, self.model_config)
-                self._log_removal(n_closed, before, self._evaluate("valid"))
-        self.stage_finished = True
+                self._event("decision") | {"heads": heads, "undecided": undecided},
+                f"{sum(heads)} of {self.live.run_heads} heads stay {heads}; "
+                f"{undecided} gates were undecided (0.1 < P(open) < 0.9)",
+            )
+            result["undecided"] = undecided
+            if self.config.stages[self.stage].prune.remove != "never":
+                self._remove(self.live.masks)
         valid = self._log_evaluation()
-        self.history.append(result | {"ppl": valid["ppl"], "heads": self._open_by_layer()})
+        self.history.append(result | {"ppl": valid["ppl"], "heads": self.live.open_by_layer()})
 
-    def _cut(self, snapshot: Snapshot, kept: list[list[int]]) -> Snapshot:
-        """Remove heads from weights, moments, memory and everything that counts heads."""
-        d_head = self.model_config.d_head
-        snapshot = Snapshot(
-            cut_tensors(snapshot.parameters, kept, d_head),
-            {key: cut_tensors(named, kept, d_head) for key, named in snapshot.moments.items()},
-            snapshot.adam_steps,
+    def _remove_closed(self, stage_steps_done: int) -> None:
+        """`remove: {every: N}`: cut the heads that have been closed long enough; pruning goes on."""
+        prune = self.config.stages[self.stage].prune
+        if prune is None or not isinstance(prune.remove, dict):
+            return
+        if stage_steps_done % prune.remove["every"] == 0:
+            kept = self.live.pruner.check_closed(self.live.log_alphas())
+            if sum(map(len, kept)) < sum(self.live.shape.heads):
+                self._remove(kept)
+
+    def _remove(self, kept: list[list[int]]) -> None:
+        before = self._evaluate("valid")["loss"]
+        n_removed = self.live.remove(kept, self.memories)
+        after = self._evaluate("valid")["loss"]
+        self.monitor.event(
+            self._event("removal")
+            | {
+                "removed": n_removed,
+                "heads": self.live.shape.heads,
+                "head_ids": self.live.head_ids,
+                "loss_before": before,
+                "loss_after": after,
+            },
+            f"removed {n_removed} heads, {self.live.shape.heads} are left; "
+            f"valid loss {before:.6f} before, {after:.6f} after",
         )
-        self.model_config = cut_config(self.model_config, kept)
-        self.head_ids = [[ids[h] for h in k] for ids, k in zip(self.head_ids, kept, strict=True)]
-        if self.pruner is not None:
-            self.pruner.removed(kept)
-        for memory in self.memories:
-            if memory is not None:
-                memory.hidden = [h if k else None for h, k in zip(memory.hidden, kept, strict=True)]
-        return snapshot
-
-    def _rebuild(self, snapshot: Snapshot, model_config: ModelConfig) -> None:
-        """A fresh model of this shape, with this state, in a fresh engine."""
-        if hasattr(self, "engine"):
-            self.engine.close()
-        model = TransformerLM(model_config)
-        if self.pruner is not None:
-            self.pruner.attach(model)
-        elif self.masks is not None:
-            for layer, kept, scale in zip(model.layers, self.masks, self.scales, strict=True):
-                if layer.attention is not None:
-                    layer.attention.gate = MaskGate(layer.attention.n_heads, kept, scale)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name in snapshot.parameters:  # gates that begin now have no value yet
-                    parameter.copy_(snapshot.parameters[name])
-        self.engine = build_engine(model, self.config, self.world, self.n_micro, snapshot)
 
     # ---- evaluation and logging -------------------------------------------------------------
 
@@ -277,11 +224,11 @@ class Trainer:
         if split not in self.corpus.splits:
             return {"loss": float("nan"), "ppl": float("nan")}
         started = time.perf_counter()
-        model = self.engine.module
+        model = self.live.engine.module
         model.eval()
         with self._autocast():
             total = score_stream(
-                self.engine,
+                self.live.engine,
                 model,
                 self.corpus.tokens(split),
                 self.corpus.tokenizer.eos_id,
@@ -316,11 +263,11 @@ class Trainer:
             "tokens_per_second": self.clock_tokens / elapsed,
             "lr": lrs["matrices"],
             "grad_norm": grad_norm,
-            "sparsity": 1 - sum(self._open_by_layer()) / max(self.run_heads, 1),
+            "sparsity": 1 - sum(self.live.open_by_layer()) / max(self.live.run_heads, 1),
             **({"gate_lr": lrs["gates"]} if pruning else {}),
             **pruning,
         }
-        self.monitor.train(line, self._open_by_layer())
+        self.monitor.train(line, self.live.open_by_layer())
         self.clock, self.clock_tokens = time.perf_counter(), 0
 
     def _line(self, split: str) -> dict[str, Any]:
@@ -328,28 +275,12 @@ class Trainer:
             "step": self.step,
             "stage": self._stage_name(),
             "split": split,
-            "heads_open": sum(self._open_by_layer()),
-            "params": sum(math.prod(s) for s in self._shapes().values()),
+            "heads_open": sum(self.live.open_by_layer()),
+            "params": self.live.n_parameters(),
         }
 
-    def _log_removal(self, n_closed: int, before: dict[str, float], after: dict[str, float]) -> None:
-        line = {
-            "event": "removal", "step": self.step, "stage": self._stage_name(), "removed": n_closed,
-            "heads": self.model_config.heads, "head_ids": self.head_ids,
-            "loss_before": before["loss"], "loss_after": after["loss"],
-        }  # fmt: skip
-        self.monitor.event(
-            line,
-            f"removed {n_closed} heads; {self.model_config.heads} are left; "
-            f"valid loss {before['loss']:.6f} before, {after['loss']:.6f} after",
-        )
-
-    def _open_by_layer(self) -> list[int]:
-        if self.pruner is not None:
-            return list(map(len, self.pruner.open_now(self._log_alphas())))
-        if self.masks is not None:
-            return list(map(len, self.masks))
-        return list(self.model_config.heads)
+    def _event(self, name: str) -> dict[str, Any]:
+        return {"event": name, "step": self.step, "stage": self._stage_name()}
 
     def _stage_name(self) -> str:
         return self.config.stages[max(self.stage, 0)].name
@@ -359,7 +290,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of this step."""
         self.monitor.flush()
-        snapshot = self._snapshot()
+        snapshot = self.live.engine.snapshot()
         memory: dict[str, Tensor] = {}
         if self.memories[0] is not None:
             for i, hidden in enumerate(self.memories[0].hidden):
@@ -370,14 +301,8 @@ class Trainer:
             meta = {
                 "step": self.step,
                 "stage": self.stage,
-                "stage_finished": self.stage_finished,
-                "model": dataclasses.asdict(self.model_config),
                 "config": dataclasses.asdict(self.config),
-                "pruner": None if self.pruner is None else dataclasses.asdict(self.pruner.state),
-                "masks": self.masks,
-                "scales": self.scales,
-                "run_heads": self.run_heads,
-                "head_ids": self.head_ids,
+                **self.live.meta(),
                 "memory_length": 0 if self.memories[0] is None else self.memories[0].length,
                 "history": self.history,
                 "world_size": self.world.size,
@@ -388,62 +313,35 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the other ranks in good order."""
-        self.engine.close()
+        self.live.engine.close()
         self.world.close()
 
     def _start(self) -> None:
         torch.manual_seed(self.config.run.seed)
-        model = TransformerLM(self.config.model)
-        parameters = dict(model.state_dict())
+        parameters = dict(TransformerLM(self.config.model).named_parameters())
         if self.config.run.init_from is not None:
             source = load_weights(self.config.run.init_from)
             check_shapes(source.path, source.parameters, parameters)
             parameters = source.parameters
-        self._rebuild(Snapshot(parameters), self.config.model)
+        self.live.start(parameters)
 
     def _restore(self, folder: Path) -> None:
         snapshot, memory, meta = load_checkpoint(folder)
         _check_resumable(folder, meta, self.config, self.corpus)
-        self.step, self.stage = meta["step"], meta["stage"]
-        self.stage_finished = meta["stage_finished"]
-        self.model_config = ModelConfig(**meta["model"])
-        self.masks, self.scales = meta["masks"], meta["scales"]
-        self.run_heads, self.head_ids = meta["run_heads"], meta["head_ids"]
-        self.history = meta["history"]
-        if meta["pruner"] is not None:
-            prune = self.config.stages[self.stage].prune
-            state = HardConcreteState(**meta["pruner"])
-            self.pruner = HardConcrete(prune, self.config.run.seed, state)
-        with torch.device("meta"):
-            expected = TransformerLM(self.model_config)
-            if self.pruner is not None:
-                self.pruner.attach(expected)
-        check_shapes(
-            folder / "parameters.safetensors",
-            snapshot.parameters,
-            dict(expected.named_parameters()),
-        )
-        self._rebuild(snapshot, self.model_config)
+        self.step, self.stage, self.history = meta["step"], meta["stage"], meta["history"]
+        prune = self.config.stages[self.stage].prune
+        self.live.restore(snapshot, meta, prune, folder / "parameters.safetensors")
         if meta["memory_length"]:
+            n_layers, size = self.config.model.n_layers, self.micro_lanes
+            lanes = [memory.get(f"layer_{i:02d}") for i in range(n_layers)]
+            starts = range(self.first_lane, self.first_lane + self.rank_lanes, size)
             self.memories = [
                 Memory(
-                    [
-                        None
-                        if f"layer_{i:02d}" not in memory
-                        else memory[f"layer_{i:02d}"][first : first + self.micro_lanes].to(
-                            self.world.device
-                        )
-                        for i in range(self.model_config.n_layers)
-                    ],
+                    [None if h is None else h[s : s + size].to(self.world.device) for h in lanes],
                     meta["memory_length"],
                 )
-                for first in range(
-                    self.first_lane, self.first_lane + self.rank_lanes, self.micro_lanes
-                )
+                for s in starts
             ]
-
-    def _snapshot(self) -> Snapshot:
-        return self.engine.snapshot()
 
     # ---- small things -----------------------------------------------------------------------
 
@@ -468,16 +366,6 @@ class Trainer:
         return torch.autocast(
             self.world.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16"
         )
-
-    def _shapes(self) -> dict[str, Any]:
-        """Parameter shapes by name, also where ZeRO-3 has emptied the tensors."""
-        return {
-            name: getattr(p, "ds_shape", p.shape) for name, p in self.engine.module.named_parameters()
-        }
-
-    def _log_alphas(self) -> list[Tensor | None]:
-        gates = self.engine.read(lambda name: name.endswith(".gate.log_alpha"))
-        return log_alphas(gates, self.model_config.n_layers)
 
 
 def _with_vocabulary(model: ModelConfig, corpus: Corpus) -> ModelConfig:

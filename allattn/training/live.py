@@ -1,0 +1,170 @@
+"""The model of a run while it trains: in its engine, with its gates, and the surgery on it.
+
+Every change of shape (gates come, gates are decided, heads are cut) takes the same way: the full
+state out of the engine, changed by name, into a fresh model in a fresh engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allattn.config import Config, ModelConfig, PruneConfig
+from allattn.model.transformer import Memory, TransformerLM
+from allattn.pruning.gates import HardConcrete, HardConcreteState, MaskGate, log_alphas
+from allattn.pruning.removal import cut_config, cut_tensors, fold_output_scales, without_gates
+from allattn.training.engine import World, build_engine
+from allattn.training.state import Snapshot, check_shapes
+
+
+class LiveModel:
+    """Weights, optimiser state and gates of a run.
+
+    Attributes:
+        shape: the model's config as it is now; fewer heads than at the start, later.
+        engine: what trains it.
+        pruner: the method of the pruning stage that is under way, if one is.
+        masks: by layer the heads that stay, decided on while the others are still in the weights.
+        scales: by layer the output scale that goes with the masks.
+        run_heads: heads of the run's first model, what `keep` and sparsity are shares of.
+        head_ids: by layer the original numbers of the heads in the weights.
+    """
+
+    def __init__(self, config: Config, world: World, n_micro: int):
+        """An empty shell; `start` or `restore` fills it."""
+        self.config, self.world, self.n_micro = config, world, n_micro
+        self.shape = config.model
+        self.pruner: HardConcrete | None = None
+        self.masks: list[list[int]] | None = None
+        self.scales: list[float] | None = None
+        self.run_heads = sum(config.model.heads)
+        self.head_ids = [list(range(n)) for n in config.model.heads]
+        self.engine: Any = None
+
+    def start(self, parameters: dict[str, Tensor]) -> None:
+        """Begin a run with these weights."""
+        self._rebuild(Snapshot(parameters))
+
+    def meta(self) -> dict[str, Any]:
+        """What a checkpoint has to know beside the tensors (JSON values)."""
+        return {
+            "model": dataclasses.asdict(self.shape),
+            "pruner": None if self.pruner is None else dataclasses.asdict(self.pruner.state),
+            "masks": self.masks,
+            "scales": self.scales,
+            "run_heads": self.run_heads,
+            "head_ids": self.head_ids,
+        }
+
+    def restore(
+        self, snapshot: Snapshot, meta: dict[str, Any], prune: PruneConfig | None, source: Any
+    ) -> None:
+        """Take over a checkpoint's state.
+
+        Args:
+            snapshot: its tensors.
+            meta: as from `meta`.
+            prune: the pruning of the checkpoint's stage.
+            source: the file that a misfit is blamed on.
+
+        Raises:
+            ValueError: tensors that do not fit the shape that meta gives.
+        """
+        self.shape = ModelConfig(**meta["model"])
+        self.masks, self.scales = meta["masks"], meta["scales"]
+        self.run_heads, self.head_ids = meta["run_heads"], meta["head_ids"]
+        if meta["pruner"] is not None:
+            state = HardConcreteState(**meta["pruner"])
+            self.pruner = HardConcrete(prune, self.config.run.seed, state)
+        with torch.device("meta"):
+            expected = TransformerLM(self.shape)
+            if self.pruner is not None:
+                self.pruner.attach(expected)
+        check_shapes(source, snapshot.parameters, dict(expected.named_parameters()))
+        self._rebuild(snapshot)
+
+    def begin_pruning(self, prune: PruneConfig) -> None:
+        """Give every head a gate; weights and their moments stay as they are."""
+        assert self.masks is None
+        state = HardConcreteState(list(self.shape.heads), self.run_heads)
+        self.pruner = HardConcrete(prune, self.config.run.seed, state)
+        self._rebuild(self.engine.snapshot())
+
+    def decide(self) -> int:
+        """End pruning: gates become masks; returns how many were undecided."""
+        kept, undecided = self.pruner.final(self.log_alphas())
+        self.masks, self.scales = kept, self.pruner.output_scales(kept)
+        self.pruner = None
+        snapshot = self.engine.snapshot()
+        self._rebuild(
+            Snapshot(
+                without_gates(snapshot.parameters),
+                {key: without_gates(named) for key, named in snapshot.moments.items()},
+                without_gates(snapshot.adam_steps),
+            )
+        )
+        return undecided
+
+    def remove(self, kept: list[list[int]], memories: list[Memory | None]) -> int:
+        """Cut all other heads out of weights, moments and memory; returns how many went.
+
+        Where they were decided on (`masks`), the masks go and the output scale moves into `Wo`.
+        """
+        snapshot = self.engine.snapshot()
+        if self.masks is not None:
+            snapshot.parameters = fold_output_scales(snapshot.parameters, self.scales)
+            self.masks = self.scales = None
+        d_head = self.shape.d_head
+        snapshot = Snapshot(
+            cut_tensors(snapshot.parameters, kept, d_head),
+            {key: cut_tensors(named, kept, d_head) for key, named in snapshot.moments.items()},
+            snapshot.adam_steps,
+        )
+        n_removed = sum(self.shape.heads) - sum(map(len, kept))
+        self.shape = cut_config(self.shape, kept)
+        self.head_ids = [[ids[h] for h in k] for ids, k in zip(self.head_ids, kept, strict=True)]
+        if self.pruner is not None:
+            self.pruner.removed(kept)
+        for memory in memories:
+            if memory is not None:
+                memory.hidden = [h if k else None for h, k in zip(memory.hidden, kept, strict=True)]
+        self._rebuild(snapshot)
+        return n_removed
+
+    def log_alphas(self) -> list[Tensor | None]:
+        """Gate logits by layer, on the CPU."""
+        gates = self.engine.read(lambda name: name.endswith(".gate.log_alpha"))
+        return log_alphas(gates, self.shape.n_layers)
+
+    def open_by_layer(self) -> list[int]:
+        """How many heads evaluation uses, by layer."""
+        if self.pruner is not None:
+            return list(map(len, self.pruner.open_now(self.log_alphas())))
+        if self.masks is not None:
+            return list(map(len, self.masks))
+        return list(self.shape.heads)
+
+    def n_parameters(self) -> int:
+        """Numbers in the weights (gates included), also where ZeRO-3 has emptied the tensors."""
+        shapes = (getattr(p, "ds_shape", p.shape) for p in self.engine.module.parameters())
+        return sum(shape.numel() for shape in shapes)
+
+    def _rebuild(self, snapshot: Snapshot) -> None:
+        """A fresh model of the present shape with this state, in a fresh engine."""
+        if self.engine is not None:
+            self.engine.close()
+        model = TransformerLM(self.shape)
+        if self.pruner is not None:
+            self.pruner.attach(model)
+        elif self.masks is not None:
+            for layer, kept, scale in zip(model.layers, self.masks, self.scales, strict=True):
+                if layer.attention is not None:
+                    layer.attention.gate = MaskGate(layer.attention.n_heads, kept, scale)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name in snapshot.parameters:  # gates that begin now have no value yet
+                    parameter.copy_(snapshot.parameters[name])
+        self.engine = build_engine(model, self.config, self.world, self.n_micro, snapshot)
