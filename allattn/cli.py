@@ -1,7 +1,7 @@
 """The `allattn` command. Heavy imports wait until a command needs them.
 
-Exit status: 0 done, 1 the run failed, 2 wrong usage or config. Results go to stdout (with --json one
-object and nothing else), everything else to stderr. A user's error is one line.
+Exit status: 0 done, 1 the run failed, 2 wrong usage or config. Results go to stdout (with --json
+one object and nothing else), everything else to stderr. A user's error is one line.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ def _prepare(args: argparse.Namespace) -> None:
     from allattn.data.prepare import prepare
 
     names = (
-        "out", "dataset", "source", "train", "valid", "test", "tokenizer", "vocab_size", "model_type",
-        "min_count", "max_vocab", "overwrite", "accept_counts",
+        "out", "dataset", "source", "train", "valid", "test", "tokenizer", "vocab_size",
+        "model_type", "min_count", "max_vocab", "overwrite", "accept_counts",
     )  # fmt: skip
     info = prepare(**{name: getattr(args, name) for name in names})
     counts = ", ".join(f"{name} {split['tokens']:,}" for name, split in info["splits"].items())

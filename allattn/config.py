@@ -1,7 +1,7 @@
 """The configuration of a run: dataclasses, loading, `key=value` overrides, validation.
 
-A config file is YAML; every section is a dataclass below, so a misspelt key or a wrong type fails at
-once, with one line that names the key. `load_config` returns a plain, validated `Config`.
+A config file is YAML; every section is a dataclass below, so a misspelt key or a wrong type fails
+at once, with one line that names the key. `load_config` returns a plain, validated `Config`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class DataConfig:
 
 @dataclass
 class ModelConfig:
-    """Shape of a `TransformerLM`. All-attention: n_persistent > 0, d_ff = 0; Transformer-XL: the reverse."""
+    """Shape of a `TransformerLM`.
+
+    All-attention has n_persistent > 0 and d_ff = 0, Transformer-XL the reverse.
+    """
 
     n_layers: int = 6
     d_model: int = 256
@@ -129,7 +132,7 @@ class PruneConfig:
     gate_lr: float | None = None  # peak rate of the gates; default: 10 x the stage's
     sampling: str = "soft"  # what the forward pass sees of a gate's draw: its value, or 0/1
     output_scaling: bool = True  # multiply a layer's output by heads / open heads
-    lagrangian_lr: float = 1.0  # ascent rate of the two multipliers of `keep`
+    lagrangian_lr: float = 0.1  # ascent rate of the two multipliers of `keep`
     remove: Any = "end"
     patience: int = 2  # remove {every: N}: checks in a row that must find a gate closed
 
@@ -242,7 +245,7 @@ def model_config_from_dict(values: dict[str, Any], where: str) -> ModelConfig:
 
 
 def validate(config: Config) -> None:
-    """Check values that types alone do not; also fills in `model.d_head` and a learned table's size.
+    """Check values that types alone do not; fill in d_head and a learned table's size.
 
     Raises:
         ConfigError: naming the key, what is wrong and what would be right.
@@ -343,7 +346,7 @@ def _validate_model(model: ModelConfig) -> None:
         )
     if model.d_model // model.div_value ** len(model.cutoffs) < 1:
         raise ConfigError(
-            f"model.div_value: {model.div_value} leaves the last cluster no width; use a smaller one"
+            f"model.div_value: {model.div_value} leaves the last cluster no width; use less"
         )
 
 
@@ -433,7 +436,8 @@ def _check_path(config: Any, parts: list[str], key: str) -> None:
                 raise ConfigError(f"override {key!r}: {here} is not a list")
             if int(index) >= len(node):
                 raise ConfigError(
-                    f"override {key!r}: {here} has {len(node)} entries, the last is {here}[{len(node) - 1}]"
+                    f"override {key!r}: {here} has {len(node)} entries, "
+                    f"the last is {here}[{len(node) - 1}]"
                 )
             node = node[int(index)]
         else:
@@ -450,7 +454,7 @@ def _check_path(config: Any, parts: list[str], key: str) -> None:
 
 
 def _section(parts: list[str]) -> Any:
-    """The dataclass at a path (`stages`, `[0]`, `prune` -> PruneConfig), or None in a free mapping."""
+    """The dataclass at a path (stages, [0], prune: PruneConfig), or None in a free mapping."""
     section: Any = Config
     for part in parts:
         if part.startswith("["):

@@ -1,4 +1,4 @@
-"""Write a plain model as a folder: config.json, model.safetensors, tokenizer, a short model card."""
+"""Write a plain model as a folder: config.json, model.safetensors, tokenizer, a model card."""
 
 from __future__ import annotations
 

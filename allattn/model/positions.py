@@ -36,8 +36,8 @@ def shift_by_query(scores: Tensor) -> Tensor:
         scores: [..., T, S]; column c of row i belongs to distance S-1-c.
 
     Returns:
-        [..., T, S]; column j of row i belongs to key j, whose distance is (S-T)+i-j. Entries of keys
-        after the query hold values of other rows: mask them.
+        [..., T, S]; column j of row i belongs to key j, whose distance is (S-T)+i-j. Entries of
+        keys after the query hold values of other rows: mask them.
     """
     *lead, T, S = scores.shape
     padded = torch.nn.functional.pad(

@@ -1,8 +1,8 @@
 """Score a stream of tokens with memory: every token exactly once, whatever the batch.
 
-A long stream is cut into lanes that run side by side. Each lane starts as many segments early as its
-memory can reach back (layers x mem_len), unscored, so that a token's loss does not depend on how many
-lanes there are. Segments stay where one lane would have put them.
+A long stream is cut into lanes that run side by side. Each lane starts as many segments early as
+its memory can reach back (layers x mem_len), unscored, so that a token's loss does not depend on
+how many lanes there are. Segments stay where one lane would have put them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hard-concrete gates (Louizos et al. 2018) on heads, as in Voita et al. 2019 and Shim et al. 2021.
 
-A gate module sits at `layer.attention.gate` and returns one multiplier a head. `HardConcrete` is the
-method: it attaches gates, draws their noise, gives the objective and says which heads stay.
+A gate module sits at `layer.attention.gate` and returns one multiplier a head. `HardConcrete` is
+the method: it attaches gates, draws their noise, gives the objective, says which heads stay.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def open_probability(log_alpha: Tensor) -> Tensor:
 
 
 def hard_concrete(log_alpha: Tensor, uniform: Tensor) -> Tensor:
-    """A gate's value in [0, 1] for a uniform draw in (0, 1) (Louizos et al. 2018, equations 10, 11)."""
+    """A gate's value in [0, 1] for a uniform draw in (0, 1) (Louizos et al. 2018, eq. 10, 11)."""
     logistic = uniform.log() - (-uniform).log1p()
     s = torch.sigmoid((logistic + log_alpha) / TEMPERATURE)
     return (s * (STRETCH_HIGH - STRETCH_LOW) + STRETCH_LOW).clamp(0, 1)
@@ -91,7 +91,7 @@ class HardConcreteState:
 
     initial_heads: list[int]  # by layer, when the stage began
     run_heads: int  # of the whole run's first model: what `keep` is a share of
-    multipliers: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    multipliers: list[float] = field(default_factory=lambda: [0.0, 10.0])
     closed_checks: list[list[int]] = field(default_factory=list)  # by layer and head
 
 
@@ -99,7 +99,9 @@ class HardConcrete:
     """Stochastic gates with an expected-L0 objective: a fixed penalty, or a Lagrangian to a target.
 
     The Lagrangian is that of Wang et al. 2020 and CoFi (Xia et al. 2022): with e the expected and t
-    the wanted share of open heads, l1 (e - t) + l2 (e - t)^2, minimised over gates, maximised over l.
+    the wanted share of open heads, l1 (e - t) + l2 (e - t)^2, minimised over gates, maximised over
+    both l. It works like a controller with an integral (l1) and a proportional part (l2), so l2
+    starts above zero: without it the share overshoots the target and swings back late.
     """
 
     def __init__(self, config: PruneConfig, seed: int, state: HardConcreteState):
@@ -161,8 +163,8 @@ class HardConcrete:
     def final(self, log_alpha: list[Tensor | None]) -> tuple[list[list[int]], int]:
         """The heads that stay when the stage ends, and how many were still undecided.
 
-        With `keep` exactly round(keep x the run's heads) stay: those with the largest log_alpha, ties
-        to the lower layer and head. Undecided: 0.1 < P(open) < 0.9.
+        With `keep` exactly round(keep x the run's heads) stay: those with the largest log_alpha,
+        ties to the lower layer and head. Undecided: 0.1 < P(open) < 0.9.
         """
         rows = [
             (-value, layer, head)
@@ -182,8 +184,10 @@ class HardConcrete:
         return [sorted(heads) for heads in kept], undecided
 
     def check_closed(self, log_alpha: list[Tensor | None]) -> list[list[int]]:
-        """One check of `remove: {every: N}`: the heads to keep, without those closed `patience` times
-        in a row. Never fewer than the target."""
+        """One check of `remove: {every: N}`: which heads to keep.
+
+        Those found closed `patience` times in a row go, but not below the target.
+        """
         may_go = []
         for layer, a in enumerate(log_alpha):
             for head, p in enumerate([] if a is None else open_probability(a).tolist()):

@@ -60,7 +60,7 @@ def cut_tensors(
 
 
 def fold_output_scales(parameters: dict[str, Tensor], scales: list[float]) -> dict[str, Tensor]:
-    """Multiply each layer's `Wo` by its output scale, so that dropping the gates changes nothing."""
+    """Multiply each layer's `Wo` by its output scale: then dropping the gates changes nothing."""
     out = dict(parameters)
     for i, scale in enumerate(scales):
         name = f"layers.{i}.attention.output.weight"

@@ -9,7 +9,7 @@ from allattn.config import LrConfig, PruneConfig, StageConfig
 
 
 class Schedule:
-    """Maps optimiser steps to stages. Steps count from 0; step s is the one that makes s + 1 done."""
+    """Maps optimiser steps to stages. Steps count from 0: step s makes s + 1 done."""
 
     def __init__(self, stages: Sequence[StageConfig]):
         """Take a run's stages."""

@@ -1,8 +1,8 @@
 """What runs an optimiser step: `LocalEngine` (one process, plain torch) or `DeepSpeedEngine`.
 
-Both have the same methods and give the same losses. Parameters stay float32 in both (lower precision
-is autocast, set by the trainer), so gates are float32 under every ZeRO stage. This file alone imports
-deepspeed.
+Both have the same methods and give the same losses. Parameters stay float32 in both (lower
+precision is autocast, set by the trainer), so gates are float32 under every ZeRO stage. This file
+alone imports deepspeed.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class LocalEngine:
         (loss / self.n_micro).backward()
 
     def step(self, lrs: dict[str, float]) -> float:
-        """Clip, update with these rates by group kind, clear gradients; returns the gradient norm."""
+        """Clip, update with these rates by group kind, clear gradients; gives the gradient norm."""
         norm = torch.nn.utils.clip_grad_norm_(
             self.module.parameters(), self.clip_norm or float("inf"), foreach=True
         )

@@ -140,8 +140,8 @@ class Trainer:
         cross_entropy = float(self.world.sum(mean_loss)) / self.world.size
         if not math.isfinite(cross_entropy):
             raise NonFiniteLoss(
-                f"step {self.step}: the loss is {cross_entropy}; the weights are still those of the "
-                "step before (lower train.optimizer.lr, or set train.clip_norm)"
+                f"step {self.step}: the loss is {cross_entropy}; the weights are still those of "
+                "the step before (lower train.optimizer.lr, or set train.clip_norm)"
             )
         lrs = self._learning_rates(stage_step)
         grad_norm = self.live.engine.step(lrs)
@@ -192,7 +192,7 @@ class Trainer:
         self.history.append(result | {"ppl": valid["ppl"], "heads": self.live.open_by_layer()})
 
     def _remove_closed(self, stage_steps_done: int) -> None:
-        """`remove: {every: N}`: cut the heads that have been closed long enough; pruning goes on."""
+        """`remove: {every: N}`: cut the heads that have been closed long enough."""
         prune = self.config.stages[self.stage].prune
         if prune is None or not isinstance(prune.remove, dict):
             return
@@ -371,8 +371,8 @@ class Trainer:
 def _with_vocabulary(model: ModelConfig, corpus: Corpus) -> ModelConfig:
     if model.vocab_size not in (None, corpus.vocab_size):
         raise ConfigError(
-            f"model.vocab_size: {model.vocab_size}, but {corpus.dir} has {corpus.vocab_size} tokens; "
-            "leave it out, or prepare the data anew"
+            f"model.vocab_size: {model.vocab_size}, but {corpus.dir} has "
+            f"{corpus.vocab_size} tokens; leave it out, or prepare the data anew"
         )
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
     if model.cutoffs and model.cutoffs[-1] >= corpus.vocab_size:
