@@ -252,9 +252,11 @@ class SentencePieceTokenizer(Tokenizer):
         if not 2 <= vocab_size <= _MOST_PIECES:
             raise ValueError(f"vocab_size must be from 2 to {_MOST_PIECES}, not {vocab_size}")
         model = io.BytesIO()
+        # a list: older sentencepiece takes an error of the iterator for the end of the text
+        sample = list(_sample(blocks, total_bytes, sample_bytes, seed))
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=_sample(blocks, total_bytes, sample_bytes, seed),
+                sentence_iterator=iter(sample),
                 model_writer=model,
                 vocab_size=vocab_size,
                 model_type=model_type,

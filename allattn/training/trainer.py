@@ -405,7 +405,7 @@ def _check_resumable(folder: Path, meta: dict[str, Any], config: Config, corpus:
 
 
 def _mix(*parts: int) -> int:
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0]) >> 1
 
 
 def _exp(loss: float) -> float:
