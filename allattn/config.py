@@ -214,11 +214,11 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     _reject_unknown_keys(raw, Config, "", str(path))
     try:
         config = OmegaConf.merge(OmegaConf.structured(Config), raw)
+        for override in overrides:
+            config = _override(config, override)
+        result: Config = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from None
-    for override in overrides:
-        config = _override(config, override)
-    result: Config = OmegaConf.to_object(config)
     validate(result)
     return result
 
@@ -260,6 +260,11 @@ def validate(config: Config) -> None:
     _at_least("train.clip_norm", train.clip_norm, 0)
     _at_least("train.optimizer.lr", train.optimizer.lr, 0)
     _at_least("train.optimizer.weight_decay", train.optimizer.weight_decay, 0)
+    _at_least("train.optimizer.eps", train.optimizer.eps, 0)
+    if not 0 <= config.run.seed < 2**63:
+        raise ConfigError(
+            f"run.seed: a number from 0 to 2**63 - 1 is needed, not {config.run.seed}"
+        )
     betas = train.optimizer.betas
     if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
         raise ConfigError(f"train.optimizer.betas: two numbers in [0, 1) are needed, not {betas}")
@@ -279,6 +284,14 @@ def validate(config: Config) -> None:
         raise ConfigError(f"stages: names must differ, not {names}")
     for i, stage in enumerate(config.stages):
         _validate_stage(f"stages[{i}]", stage)
+        if stage.prune and not sum(config.model.heads):
+            raise ConfigError(f"stages[{i}].prune: model.n_heads leaves no head to prune")
+        masked = [s.name for s in config.stages[:i] if s.prune and s.prune.remove == "never"]
+        if stage.prune and masked:
+            raise ConfigError(
+                f"stages[{i}].prune: stage {masked[0]!r} before it has remove: never, so its closed "
+                "heads would still be there; use remove: end in that stage"
+            )
     for key, ours in OURS_IN_DEEPSPEED.items():
         if key in config.deepspeed:
             raise ConfigError(f"deepspeed.{key}: set {ours} instead; allattn passes it on")
@@ -334,8 +347,9 @@ def _validate_model(model: ModelConfig) -> None:
         _at_least("model.vocab_size", model.vocab_size, 2)
     _at_least("model.div_value", model.div_value, 1)
     if model.embedding == "tied":
-        if model.cutoffs or model.div_value != 1:
-            raise ConfigError("model.cutoffs, model.div_value: only for model.embedding: adaptive")
+        for key, default in (("cutoffs", []), ("div_value", 1)):
+            if getattr(model, key) != default:
+                raise ConfigError(f"model.{key}: only for model.embedding: adaptive")
         return
     if model.cutoffs != sorted(set(model.cutoffs)) or (model.cutoffs and model.cutoffs[0] < 1):
         raise ConfigError(f"model.cutoffs: rising ids from 1 on are needed, not {model.cutoffs}")
@@ -366,6 +380,8 @@ def _validate_stage(where: str, stage: StageConfig) -> None:
         raise ConfigError(
             f"{where}.prune: set one of keep (a share of heads) and penalty (a weight)"
         )
+    if not math.isfinite(prune.gate_init):
+        raise ConfigError(f"{where}.prune.gate_init: a number is needed, not {prune.gate_init}")
     if prune.keep is not None and not 0 <= prune.keep <= 1:
         raise ConfigError(f"{where}.prune.keep: a share from 0 to 1 is needed, not {prune.keep}")
     if prune.penalty is not None:
@@ -401,18 +417,24 @@ def _override(config: Any, override: str) -> Any:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {override!r}: write key=value")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"override {override!r}: {text!r} is not a YAML value") from None
-    if isinstance(value, str):
-        value = _number(value)
     parts = key.replace("[", ".[").split(".")
     _check_path(config, parts, key)
+    section, parent = _section(parts[:-1]), key.rpartition(".")[0]
+    is_text = dataclasses.is_dataclass(section) and "str" in _field_type(section, parts[-1])
+    is_text = is_text and text != "null" and text[:1] not in ("", "'", '"', "[", "{")
     try:
-        parent = key.rpartition(".")[0]
-        section = _section(parts[:-1])
-        if section and parent and OmegaConf.select(config, parent) is None:
+        # a name stays as it is written, also where YAML would read a number or a date
+        value = text if is_text else yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"override {override!r}: {text!r} is not a YAML value") from None
+    if isinstance(value, str) and not is_text:
+        value = _number(value)
+    try:
+        if (
+            dataclasses.is_dataclass(section)
+            and parent
+            and OmegaConf.select(config, parent) is None
+        ):
             # an optional section that is absent so far, such as stages[0].prune
             OmegaConf.update(config, parent, section())
         if isinstance(value, dict):
@@ -435,10 +457,8 @@ def _check_path(config: Any, parts: list[str], key: str) -> None:
             if not OmegaConf.is_list(node):
                 raise ConfigError(f"override {key!r}: {here} is not a list")
             if int(index) >= len(node):
-                raise ConfigError(
-                    f"override {key!r}: {here} has {len(node)} entries, "
-                    f"the last is {here}[{len(node) - 1}]"
-                )
+                last = f", the last is {here}[{len(node) - 1}]" if len(node) else ""
+                raise ConfigError(f"override {key!r}: {here} has {len(node)} entries{last}")
             node = node[int(index)]
         else:
             if OmegaConf.is_list(node):
@@ -465,6 +485,11 @@ def _section(parts: list[str]) -> Any:
     return section
 
 
+def _field_type(section: Any, name: str) -> str:
+    """A field's annotation, as written."""
+    return next(f.type for f in dataclasses.fields(section) if f.name == name)
+
+
 def _names(section: Any) -> list[str]:
     return [f.name for f in dataclasses.fields(section)]
 
@@ -485,18 +510,27 @@ def _children(section: Any) -> dict[str, Any]:
 
 
 def _reject_unknown_keys(raw: Any, section: Any, where: str, source: str) -> None:
-    if not isinstance(raw, dict) or not dataclasses.is_dataclass(section):
+    """Also refuses a scalar or a list where a section belongs, and the reverse."""
+    if not dataclasses.is_dataclass(section):
         return
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{source}: {where}: a mapping is needed, not {raw!r}")
     for key, value in raw.items():
         if key not in _names(section):
             raise ConfigError(f"{source}: {_unknown(str(key), section, where)}")
         path = f"{where}.{key}" if where else str(key)
         child = _children(section).get(key)
-        if isinstance(value, list):
+        kind = _field_type(section, key)
+        if kind.startswith("list"):
+            if not isinstance(value, list):
+                raise ConfigError(f"{source}: {path}: a list is needed, not {value!r}")
             for i, item in enumerate(value):
                 _reject_unknown_keys(item, child, f"{path}[{i}]", source)
-        else:
-            _reject_unknown_keys(value, child, path, source)
+        elif dataclasses.is_dataclass(child):
+            if value is not None or "None" not in kind:
+                _reject_unknown_keys(value, child, path, source)
+        elif isinstance(value, list | dict) and not kind.startswith(("Any", "dict")):
+            raise ConfigError(f"{source}: {path}: one value is needed, not {value!r}")
 
 
 def _unknown(key: str, section: Any, where: str) -> str:

@@ -129,7 +129,8 @@ class HardConcrete:
 
     def objective(self, model: TransformerLM, stage_step: int) -> tuple[Tensor, dict[str, float]]:
         """The term to add to the loss after a forward pass, and its parts for the log."""
-        expected = sum(gate.expected_open for gate in gates(model))
+        # the start value also serves a model whose last head is gone
+        expected = sum((gate.expected_open for gate in gates(model)), torch.zeros(()))
         weight = ramp(self.config, stage_step)
         if self.config.penalty is not None:
             term = self.config.penalty * weight * expected

@@ -170,7 +170,7 @@ class Trainer:
         if prune is not None:
             self.live.begin_pruning(prune)
         self.monitor.event(
-            {"event": "stage", "step": self.step, "stage": self._stage_name()},
+            self._event("stage") | {"step": self.step + 1},  # the step to come
             f"begins: {self.config.stages[stage].steps} steps, {sum(self.live.shape.heads)} heads",
         )
 
