@@ -289,8 +289,8 @@ def validate(config: Config) -> None:
         masked = [s.name for s in config.stages[:i] if s.prune and s.prune.remove == "never"]
         if stage.prune and masked:
             raise ConfigError(
-                f"stages[{i}].prune: stage {masked[0]!r} before it has remove: never, so its closed "
-                "heads would still be there; use remove: end in that stage"
+                f"stages[{i}].prune: stage {masked[0]!r} before it has remove: never, so its "
+                "closed heads would still be there; use remove: end in that stage"
             )
     for key, ours in OURS_IN_DEEPSPEED.items():
         if key in config.deepspeed:

@@ -10,9 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from runs import TINY_RUN, Run
 
-from allattn.config import ModelConfig, model_config_from_dict
+from allattn.cli import main
+from allattn.config import Config, ModelConfig, load_config, model_config_from_dict
+from allattn.data.prepare import TINY as TINY_TEXT
+from allattn.data.prepare import prepare
 from allattn.model.transformer import TransformerLM
+from allattn.training.trainer import Trainer
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -83,3 +88,106 @@ def tiny_model(tiny_config: Callable[..., ModelConfig]) -> Callable[..., Transfo
         return model
 
     return build
+
+
+def piece_of_tiny(split: str, n_characters: int) -> str:
+    """The beginning of a split of the corpus that ships with the package."""
+    return (TINY_TEXT / f"{split}.txt").read_text(encoding="utf-8")[:n_characters]
+
+
+@pytest.fixture(scope="session")
+def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared corpus of some thousand sentencepiece tokens: no two of its counts are equal.
+
+    The train split has 12 segments a lane in TINY_RUN, so that a run begins a second pass.
+    """
+    folder = tmp_path_factory.mktemp("corpus")
+    files = {}
+    for split, size in (("train", 900), ("valid", 1500), ("test", 1200)):
+        files[split] = folder / f"{split}.txt"
+        files[split].write_text(piece_of_tiny(split, size), encoding="utf-8")
+    prepare(
+        out=folder / "data",
+        **{split: [path] for split, path in files.items()},
+        tokenizer="sentencepiece",
+        vocab_size=330,
+    )
+    return folder / "data"
+
+
+@pytest.fixture(scope="session")
+def tiny_yaml(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """TINY_RUN as a file; its run.dir is a place that no test may use: override it."""
+    path = tmp_path_factory.mktemp("config") / "tiny_run.yaml"
+    text = TINY_RUN.replace("DATA", str(tiny_corpus)).replace("RUNS", str(path.parent / "unused"))
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def make_config(tiny_yaml: Path, tmp_path: Path) -> Callable[..., Config]:
+    """`make_config("stages[1].prune.keep=0.2", name="b")`: TINY_RUN for `tmp_path / "runs"`."""
+
+    def build(*overrides: str, name: str = "run") -> Config:
+        own = [f"run.dir={tmp_path / 'runs'}", f"run.name={name}"]
+        return load_config(tiny_yaml, [*own, *overrides])
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def finished_run(tiny_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """TINY_RUN, done by the `train` command, with a checkpoint at every step: look only."""
+    folder = tmp_path_factory.mktemp("finished")
+    torch.set_num_threads(1)
+    assert main(["train", str(tiny_yaml), f"run.dir={folder}", "train.save_every=1"]) == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def contents() -> Callable[[Path], dict[str, bytes]]:
+    """`contents(folder)`: every file under it, by relative path: to see that nothing was lost."""
+
+    def read(folder: Path) -> dict[str, bytes]:
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+    return read
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`fails(status, "train", ...)`: run a command that must end so; returns its one line.
+
+    Nothing on stdout, and on stderr exactly one line that is an error (others are progress).
+    """
+
+    def run(status: int, *argv: object) -> str:
+        capsys.readouterr()
+        assert main([str(a) for a in argv]) == status
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        lines = [line for line in captured.err.splitlines() if "error" in line]
+        assert len(lines) == 1 and lines[0] == captured.err.splitlines()[-1], captured.err
+        assert lines[0].startswith("allattn: error: ") and "Traceback" not in captured.err
+        return lines[0].removeprefix("allattn: error: ")
+
+    return run
+
+
+@pytest.fixture
+def train() -> Callable[..., Run]:
+    """`train(config, 3, 7)`: start a run, stop at step 3, resume, stop at 7, resume to the end.
+
+    A last stop of None, the default, is the end of the schedule. `start=False` resumes at once.
+    """
+
+    def run(config: Config, *stops: int, start: bool = True, to_end: bool = True) -> Run:
+        plan = [*stops, None] if to_end else list(stops)
+        for i, stop in enumerate(plan):
+            trainer = Trainer(config, resume=i > 0 or not start)
+            trainer.train(stop)
+            trainer.close()
+        return Run(Path(config.run.dir) / config.run.name)
+
+    return run

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from allattn.inference.load import Source
 from allattn.model.transformer import count_parameters
-from allattn.training.state import FORMAT_VERSION, write_json
+from allattn.training.state import FORMAT_VERSION, read_json, write_json
 
 
 def export(source: Source, out: str | Path, overwrite: bool = False) -> Path:
@@ -28,10 +28,9 @@ def export(source: Source, out: str | Path, overwrite: bool = False) -> Path:
     """
     out = Path(out)
     if out.exists():
-        is_export = (out / "config.json").exists() and (out / "model.safetensors").exists()
         if not overwrite:
             raise ValueError(f"{out}: exists; give another --out, or --overwrite to replace it")
-        if not is_export:
+        if not _is_export(out):
             raise ValueError(f"{out}: exists and is no export; give another --out")
         if out.resolve() == source.weights.path.resolve():
             raise ValueError(f"{out}: is the source itself; give another --out")
@@ -53,6 +52,14 @@ def export(source: Source, out: str | Path, overwrite: bool = False) -> Path:
         shutil.rmtree(out)
     os.replace(partial, out)
     return out
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether we made this folder (a model of another program is not ours to replace)."""
+    try:
+        return read_json(folder / "config.json").get("model_type") == "allattn"
+    except (ValueError, AttributeError):
+        return False
 
 
 def disk_megabytes(folder: Path) -> float:

@@ -56,6 +56,7 @@ class Trainer:
         self.config = config = dataclasses.replace(config)
         self.corpus = Corpus(config.data.dir)
         config.model = _with_vocabulary(config.model, self.corpus)
+        self.eos_id = self.corpus.tokenizer.eos_id
         self.lanes = Lanes(
             self.corpus.tokens("train"), config.train.batch_size, config.model.seq_len
         )
@@ -231,7 +232,7 @@ class Trainer:
                 self.live.engine,
                 model,
                 self.corpus.tokens(split),
-                self.corpus.tokenizer.eos_id,
+                self.eos_id,
                 seq_len=self.config.model.seq_len,
                 batch_size=self.config.train.eval_batch_size,
                 rank=self.world.rank,
