@@ -162,7 +162,7 @@ class Config:
 CHOICES = {
     "model.position": ("sinusoidal", "learned"),
     "model.embedding": ("tied", "adaptive"),
-    "model.attention": ("auto", "reference"),
+    "model.attention": ("auto", "reference", "fused"),
     "train.precision": ("fp32", "bf16"),
     "train.engine": ("auto", "local", "deepspeed"),
     "train.device": ("auto", "cpu", "cuda"),

@@ -28,6 +28,11 @@ stages:
 STEPS, DENSE_END, PRUNE_END = 14, 4, 10  # of TINY_RUN
 HEADS = 8
 
+# Gates on the edge between open and closed, pushed by the loss alone: some close before the end
+EDGE_GATES = [
+    "stages[1].prune.keep=null", "stages[1].prune.penalty=0", "stages[1].prune.gate_init=-0.8",
+]  # fmt: skip
+
 
 @dataclass
 class Run:

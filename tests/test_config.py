@@ -123,7 +123,8 @@ def test_a_section_that_is_none(tiny_yaml, override):
     [
         ("model: 5", "model"), ("model: {n_layers: two}", "model.n_layers"),
         ("train: [1]", "train"), ("stages: {name: a}", "stages"), ("stages: [5]", "stages[0]"),
-        ("stages: [{steps: [1]}]", "stages[0].steps"), ("stages: [{name: a, lr: 5}]", "stages[0].lr"),
+        ("stages: [{steps: [1]}]", "stages[0].steps"),
+        ("stages: [{name: a, lr: 5}]", "stages[0].lr"),
         ("deepspeed: 5", "deepspeed"), ("run: text", "run"),
     ],
 )  # fmt: skip

@@ -3,18 +3,23 @@
 Shapes: B batch, T queries, M memory, S = M + T content keys, P persistent vectors, N heads,
 H head width, D model width.
 
-Two ways to compute it will live here: `reference`, the equation as it is written, is the oracle.
+Two ways to compute it, the same to rounding: `reference`, the equation as it is written, is the
+oracle; `fused` (see `fused.py`) never builds the [T, S + P] matrix.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from allattn.model.positions import shift_by_query
+from allattn.model.fused import fused_attention
+from allattn.model.positions import Visible, shift_by_query
+
+FEW_QUERIES = 16  # below it the fused core's bookkeeping costs more than it saves
 
 
 class Attention(nn.Module):
@@ -25,11 +30,19 @@ class Attention(nn.Module):
         gate: optional module that returns one multiplier a head, [N] or [B, N]; None: all ones.
     """
 
-    def __init__(self, d_model: int, n_heads: int, d_head: int, n_persistent: int, dropout: float):
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        d_head: int,
+        n_persistent: int,
+        dropout: float,
+        implementation: str = "reference",
+    ):
         """Allocate the weights; `transformer.init_weights` gives them values."""
         super().__init__()
         self.n_heads, self.d_head, self.n_persistent = n_heads, d_head, n_persistent
-        self.dropout = dropout
+        self.dropout, self.implementation = dropout, implementation
         width = n_heads * d_head
         self.query = nn.Linear(d_model, width, bias=False)
         self.key = nn.Linear(d_model, width, bias=False)
@@ -44,38 +57,91 @@ class Attention(nn.Module):
             self.persistent_value = nn.Parameter(torch.empty(n_heads, n_persistent, d_head))
         self.gate: nn.Module | None = None
 
-    def forward(self, h_BSD: Tensor, T: int, positions_SD: Tensor, visible: Tensor) -> Tensor:
+    def forward(
+        self,
+        h_BSD: Tensor,
+        T: int,
+        positions_SD: Tensor,
+        visible: Visible,
+        cache: KeyValues | None = None,
+    ) -> Tensor:
         """Attend from the last T positions to all S.
 
         Args:
-            h_BSD: normalised memory and segment.
+            h_BSD: normalised memory and segment; with a cache the segment alone.
             T: number of queries.
             positions_SD: a vector for each distance S-1, ..., 0.
-            visible: boolean [1 or B, 1, T, S].
+            visible: which keys each query sees.
+            cache: keys and values of the memory; the segment's are added to it.
 
         Returns:
             [B, T, D], before the residual connection.
         """
-        B, S, _ = h_BSD.shape
-        N, H = self.n_heads, self.d_head
-        q_BNTH = self.query(h_BSD[:, S - T :]).view(B, T, N, H).transpose(1, 2)
-        k_BNSH = self.key(h_BSD).view(B, S, N, H).transpose(1, 2)
-        v_BNSH = self.value(h_BSD).view(B, S, N, H).transpose(1, 2)
-        r_NSH = self.position(positions_SD).view(S, N, H).transpose(0, 1)
-        heads_BNTH = self._reference(q_BNTH, k_BNSH, v_BNSH, r_NSH, visible)
+        B, (N, H) = h_BSD.shape[0], (self.n_heads, self.d_head)
+        q_BTNH = self.query(h_BSD[:, -T:]).view(B, T, N, H)
+        # one product for both: the copy of the weights costs far less than a second pass over h
+        kv = F.linear(h_BSD, torch.cat([self.key.weight, self.value.weight]))
+        kv_2BNSH = kv.view(B, -1, 2, N, H).permute(2, 0, 3, 1, 4)
+        if cache is None:
+            r_NSH = self._project(positions_SD)
+        else:
+            kv_2BNSH = cache.append(kv_2BNSH)
+            r_NSH = cache.positions(positions_SD, self._project)
+        if self._fused(q_BTNH, visible):
+            heads_BTNH = fused_attention(
+                q_BTNH,
+                kv_2BNSH,
+                r_NSH,
+                self.content_bias,
+                self.position_bias,
+                *self._persistent(),
+                visible.window,
+                visible.padding,
+            )
+        else:
+            heads_BTNH = self._reference(q_BTNH, *kv_2BNSH, r_NSH, visible.mask)
+        weight = self.output.weight
         if self.gate is not None:
-            heads_BNTH = heads_BNTH * self.gate()[..., None, None].to(heads_BNTH.dtype)
-        return self.output(heads_BNTH.transpose(1, 2).reshape(B, T, N * H))
+            gate = self.gate()
+            if gate.dim() == 1:  # the same for all sequences: scaling Wo is less work
+                weight = weight * gate.to(weight.dtype).repeat_interleave(H)
+            else:
+                heads_BTNH = heads_BTNH * gate[:, None, :, None].to(heads_BTNH.dtype)
+        return F.linear(heads_BTNH.reshape(B, T, N * H), weight)
+
+    def _project(self, positions_SD: Tensor) -> Tensor:
+        r_SD = self.position(positions_SD)
+        return r_SD.view(-1, self.n_heads, self.d_head).transpose(0, 1)
+
+    def _persistent(self) -> tuple[Tensor, Tensor]:
+        """Kp and Vp, [N, P, H]; P is 0 for a Transformer-XL layer."""
+        if not self.n_persistent:
+            nothing = self.content_bias.new_empty(self.n_heads, 0, self.d_head)
+            return nothing, nothing
+        return (
+            self.persistent_key * math.sqrt(self.d_head),
+            self.persistent_value * math.sqrt(self.n_persistent),
+        )
+
+    def _fused(self, q_BTNH: Tensor, visible: Visible) -> bool:
+        """Whether this call takes the fused core."""
+        if self.implementation == "reference" or (self.training and self.dropout):
+            return False
+        if visible.padding is not None and max(visible.padding) > visible.M:
+            return False  # rows of padding: the reference has them see themselves
+        return self.implementation == "fused" or q_BTNH.shape[1] >= FEW_QUERIES
 
     def _reference(
-        self, q_BNTH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, r_NSH: Tensor, visible: Tensor
+        self, q_BTNH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, r_NSH: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """The equation, explicit: [B, N, T, H]."""
+        """The equation, explicit: [B, T, N, H]."""
         S, scale = k_BNSH.shape[2], 1 / math.sqrt(self.d_head)
+        q_BNTH = q_BTNH.transpose(1, 2)
         content = (q_BNTH + self.content_bias[:, None]) @ k_BNSH.transpose(2, 3)
         position = (q_BNTH + self.position_bias[:, None]) @ r_NSH.transpose(1, 2)
         scores = (content + shift_by_query(position)) * scale
-        scores = scores.masked_fill(~visible, float("-inf"))
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
         if self.n_persistent:
             persistent = q_BNTH @ self.persistent_key.transpose(1, 2)  # sqrt(H) and scale cancel
             scores = torch.cat([scores, persistent], dim=-1)
@@ -84,4 +150,48 @@ class Attention(nn.Module):
         if self.n_persistent:
             value = self.persistent_value * math.sqrt(self.n_persistent)
             heads = heads + weights[..., S:].to(v_BNSH.dtype) @ value.to(v_BNSH.dtype)
-        return heads
+        return heads.transpose(1, 2)
+
+
+class KeyValues:
+    """A layer's keys and values of the last positions, for evaluation: a sliding buffer.
+
+    New positions are written behind the old ones; when the buffer is full, those still wanted move
+    to its front. With a buffer of twice the memory that is one copied position for a new one, so
+    time and memory a token do not depend on how long the stream is.
+    """
+
+    def __init__(self, mem_len: int):
+        """Nothing yet; after `trim` at most `mem_len` positions are kept."""
+        self.mem_len = mem_len
+        self.start = self.end = 0
+        self.buffer: Tensor | None = None
+        self.projected: Tensor | None = None
+
+    def append(self, kv_2BNTH: Tensor) -> Tensor:
+        """Add T positions; all that are held, in order: [2, B, N, S, H], a view."""
+        T = kv_2BNTH.shape[3]
+        size = 0 if self.buffer is None else self.buffer.shape[3]
+        if self.end + T > size:
+            kept = None if self.buffer is None else self.buffer[:, :, :, self.start : self.end]
+            n = self.end - self.start
+            if n + T > size:
+                shape = list(kv_2BNTH.shape)
+                shape[3] = 2 * max(self.mem_len, n) + T
+                self.buffer = kv_2BNTH.new_empty(shape)
+            if n:
+                # the source may overlap its place at the front
+                self.buffer[:, :, :, :n] = kept.clone()
+            self.start, self.end = 0, n
+        self.buffer[:, :, :, self.end : self.end + T] = kv_2BNTH
+        self.end += T
+        view = self.buffer[:, :, :, self.start : self.end]
+        self.start = max(self.start, self.end - self.mem_len)
+        return view
+
+    def positions(self, positions_SD: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
+        """r for distances S-1, ..., 0: [N, S, H]; projected once, as long as S does not grow."""
+        S = positions_SD.shape[0]
+        if self.projected is None or self.projected.shape[1] < S:
+            self.projected = project(positions_SD)
+        return self.projected[:, -S:]

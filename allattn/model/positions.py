@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -46,28 +48,46 @@ def shift_by_query(scores: Tensor) -> Tensor:
     return padded.view(*lead, S + 1, T)[..., 1:, :].reshape(*lead, T, S)
 
 
-def visible_keys(
-    T: int, M: int, window: int | None, padding_B: Tensor | None, device: torch.device
-) -> Tensor:
-    """Which of the M + T keys each of the T queries sees.
+class Visible:
+    """Which of the M + T keys each of the T queries (the last T positions) sees.
 
-    Args:
-        T: queries, the last T positions.
-        M: positions before them.
-        window: with `same_length`, how far back a query sees; None: all the way.
-        padding_B: how many of the first positions of each sequence are empty; None: none.
-        device: of the result.
-
-    Returns:
-        Boolean [1 or B, 1, T, M + T], true where visible. A query always sees itself, so that a row
-        of padding has something to attend to.
+    A query sees itself and what lies before it; with a window no further back than that; and never
+    the first positions of a sequence that are padding. It always sees itself, so that a row of
+    padding has something to attend to.
     """
-    query = torch.arange(M, M + T, device=device)[:, None]
-    key = torch.arange(M + T, device=device)[None, :]
-    visible = key <= query
-    if window is not None:
-        visible &= query - key <= window
-    if padding_B is None:
-        return visible[None, None]
-    filled = key >= padding_B.to(device)[:, None, None]
-    return ((visible & filled) | (key == query))[:, None]
+
+    def __init__(
+        self, T: int, M: int, window: int | None, padding_B: Tensor | None, device: torch.device
+    ):
+        """For T queries after M positions.
+
+        Args:
+            T: number of queries.
+            M: positions before them.
+            window: with `same_length`, how far back a query sees; None: all the way.
+            padding_B: how many of the first positions of each sequence are empty; None: none.
+            device: of the mask.
+        """
+        self.T, self.M, self.window, self.device = T, M, window, device
+        self.padding_B = padding_B
+
+    @cached_property
+    def padding(self) -> list[int] | None:
+        """The padding as numbers."""
+        return None if self.padding_B is None else self.padding_B.tolist()
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """Boolean [1 or B, 1, T, M + T], true where visible; None where everything is."""
+        T, M, window = self.T, self.M, self.window
+        if T == 1 and self.padding_B is None and (window is None or window >= M):
+            return None
+        query = torch.arange(M, M + T, device=self.device)[:, None]
+        key = torch.arange(M + T, device=self.device)[None, :]
+        visible = key <= query
+        if window is not None:
+            visible &= query - key <= window
+        if self.padding_B is None:
+            return visible[None, None]
+        filled = key >= self.padding_B.to(self.device)[:, None, None]
+        return ((visible & filled) | (key == query))[:, None]

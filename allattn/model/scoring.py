@@ -26,6 +26,7 @@ def score_stream(
     batch_size: int,
     rank: int = 0,
     world_size: int = 1,
+    cache: bool = True,
     on_segment: Callable[[int], None] | None = None,
 ) -> torch.Tensor:
     """Sum of the losses of this rank's share of a stream.
@@ -39,6 +40,7 @@ def score_stream(
         batch_size: how many lanes to run side by side at most, of all ranks together.
         rank: this process.
         world_size: of so many.
+        cache: keep the memory's keys and values instead of computing them anew each segment.
         on_segment: called with the number of tokens scored, after every segment.
 
     Returns:
@@ -54,7 +56,7 @@ def score_stream(
     per_lane = -(-n_segments // n_lanes)
     warmup = warmup if n_lanes > 1 else 0
     starts = [lane * per_lane for lane in range(rank, n_lanes, world_size)]
-    memory: Memory | None = None
+    memory: Memory | None = model.empty_cache() if cache else None
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for k in range(-warmup, per_lane):
         inputs = np.full((len(starts), T), first_context, dtype=np.int64)
@@ -69,7 +71,7 @@ def score_stream(
             if 0 <= k and start + k < min(start + per_lane, n_segments):
                 targets[row, : len(piece)] = piece
         first = [row for row, start in enumerate(starts) if start + k == 0]
-        if memory is not None and first:
+        if memory is not None and memory.length and first:
             # the corpus starts here in this lane: what it ran before was nothing
             if memory.padding is None:
                 memory.padding = torch.zeros(len(starts), dtype=torch.long, device=device)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from allattn.config import ModelConfig
 from allattn.model.adaptive import AdaptiveVocabulary, TiedVocabulary
-from allattn.model.attention import Attention
-from allattn.model.positions import falling_distances, sinusoids, visible_keys
+from allattn.model.attention import Attention, KeyValues
+from allattn.model.positions import Visible, falling_distances, sinusoids
 
 
 @dataclass
@@ -23,12 +23,14 @@ class Memory:
     """What a stream left behind: the inputs of every layer at its last positions, no gradient.
 
     Attributes:
-        hidden: for each layer [B, M, D], or None where the layer has no attention.
+        hidden: for each layer [B, M, D]; None where the layer has no attention. A memory made for
+            evaluation (`empty_cache`) holds the layer's keys and values instead, and is changed in
+            place.
         length: M, at most mem_len; positions that never were are not there, so not attended to.
         padding: [B], how many of the M positions are empty in each sequence; None: none.
     """
 
-    hidden: list[Tensor | None]
+    hidden: list[Tensor | KeyValues | None]
     length: int
     padding: Tensor | None = None
 
@@ -69,7 +71,12 @@ class Block(nn.Module):
         if n_heads:
             self.attention_norm = nn.LayerNorm(D)
             self.attention = Attention(
-                D, n_heads, config.d_head, config.n_persistent, config.attn_dropout
+                D,
+                n_heads,
+                config.d_head,
+                config.n_persistent,
+                config.attn_dropout,
+                config.attention,
             )
         if config.d_ff:
             self.feed_forward_norm = nn.LayerNorm(D)
@@ -77,12 +84,21 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x_BTD: Tensor, h_BSD: Tensor | None, positions_SD: Tensor, visible: Tensor
+        self,
+        x_BTD: Tensor,
+        memory: Tensor | KeyValues | None,
+        positions_SD: Tensor,
+        visible: Visible,
     ) -> Tensor:
-        """From the segment's vectors, and those with memory before them, to the next layer's."""
+        """From the segment's vectors, and the layer's memory, to the next layer's: [B, T, D]."""
         if self.attention is not None:
-            h_BSD = self.attention_norm(h_BSD)
-            attended = self.attention(h_BSD, x_BTD.shape[1], positions_SD, visible)
+            h, cache = x_BTD, None
+            if isinstance(memory, KeyValues):
+                cache = memory
+            elif memory is not None:
+                h = torch.cat([memory, x_BTD], dim=1)
+            h = self.attention_norm(h)
+            attended = self.attention(h, x_BTD.shape[1], positions_SD, visible, cache)
             x_BTD = x_BTD + self.dropout(attended)
         if self.feed_forward is not None:
             x_BTD = x_BTD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTD)))
@@ -110,6 +126,8 @@ class TransformerLM(nn.Module):
         self.layers = nn.ModuleList(Block(config, n) for n in config.heads)
         self.norm = nn.LayerNorm(D)
         self.dropout = nn.Dropout(config.dropout)
+        self._sinusoids: Tensor | None = None
+        self._masks: dict[tuple[int, int, int | None, torch.device], Visible] = {}
         init_weights(self)
 
     def forward(
@@ -138,42 +156,63 @@ class TransformerLM(nn.Module):
             return Output(memory, nll=self.vocabulary.nll(x, targets_BT))
         return Output(memory, log_probs=self.vocabulary.log_probs(x[:, -1:] if last_only else x))
 
+    def empty_cache(self) -> Memory:
+        """Memory for a stream to evaluate: holds keys and values, so none is computed twice."""
+        layers = [
+            None if a.attention is None else KeyValues(self.config.mem_len) for a in self.layers
+        ]
+        return Memory(layers, 0)
+
     def hidden(
         self, ids_BT: Tensor, memory: Memory | None, padding_B: Tensor | None
     ) -> tuple[Tensor, Memory]:
         """The last layer's output [B, T, D], before the final norm, and the new memory."""
         T = ids_BT.shape[1]
         M = memory.length if memory is not None else 0
-        padding_B = memory.padding if memory is not None else padding_B
-        window = self.config.mem_len if self.config.same_length else None
+        if memory is not None and memory.length:
+            padding_B = memory.padding
         x_BTD = self.dropout(self.vocabulary(ids_BT))
         positions_SD = self.dropout(self._positions(M + T, x_BTD.dtype))
-        visible = visible_keys(T, M, window, padding_B, ids_BT.device)
+        visible = self._visible(T, M, padding_B)
         kept = min(M + T, self.config.mem_len)
-        remembered: list[Tensor | None] = []
+        remembered: list[Tensor | KeyValues | None] = []
         for i, layer in enumerate(self.layers):
-            h_BSD = None
-            if layer.attention is not None:
-                h_BSD = x_BTD
-                if M:
-                    h_BSD = torch.cat([memory.hidden[i].to(x_BTD.dtype), x_BTD], dim=1)
-            if h_BSD is None:
-                remembered.append(None)
-            elif kept <= T:  # a view of the segment: the longer h_BSD is not kept alive
+            old = None if memory is None else memory.hidden[i]
+            if layer.attention is None or isinstance(old, KeyValues):
+                remembered.append(old)
+            elif kept <= T:
                 remembered.append(x_BTD[:, T - kept :].detach())
             else:
-                remembered.append(h_BSD[:, M + T - kept :].detach())
-            x_BTD = layer(x_BTD, h_BSD, positions_SD, visible)
+                both = x_BTD if old is None else torch.cat([old.to(x_BTD.dtype), x_BTD], dim=1)
+                remembered.append(both[:, M + T - kept :].detach())
+            x_BTD = layer(x_BTD, old, positions_SD, visible)
         if padding_B is not None:
             padding_B = (padding_B - (M + T - kept)).clamp(min=0)
+            padding_B = padding_B if padding_B.any() else None
         return x_BTD, Memory(remembered, kept, padding_B)
+
+    def _visible(self, T: int, M: int, padding_B: Tensor | None) -> Visible:
+        """The mask of these lengths, made once."""
+        window = self.config.mem_len if self.config.same_length else None
+        device = self.norm.weight.device
+        if padding_B is not None:
+            return Visible(T, M, window, padding_B, device)
+        key = (T, M, window, device)
+        if key not in self._masks:
+            if len(self._masks) >= 4:
+                self._masks.clear()  # a stream grows through a few lengths, then stays
+            self._masks[key] = Visible(T, M, window, None, device)
+        return self._masks[key]
 
     def _positions(self, S: int, dtype: torch.dtype) -> Tensor:
         config, device = self.config, self.norm.weight.device
-        distances = falling_distances(S, config.clamp_len, device)
         if config.position == "learned":
-            return self.position_table[distances]
-        return sinusoids(distances, config.d_model, dtype)
+            return self.position_table[falling_distances(S, config.clamp_len, device)]
+        table = self._sinusoids
+        if table is None or len(table) < S or (table.dtype, table.device) != (dtype, device):
+            distances = falling_distances(S, config.clamp_len, device)
+            table = self._sinusoids = sinusoids(distances, config.d_model, dtype)
+        return table[len(table) - S :]  # the last rows are the small distances
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from runs import STEPS, Run
+from runs import EDGE_GATES, HEADS, STEPS, Run
 
 from allattn.cli import main
 from allattn.data.lanes import Corpus
@@ -144,8 +144,10 @@ def test_in_a_fresh_process(finished_run):
 
 
 def test_every_checkpoint_evaluates_as_the_run_did(make_config, train):
-    run = train(make_config("train.eval_every=1", "train.save_every=1"))
+    run = train(make_config("train.eval_every=1", "train.save_every=1", *EDGE_GATES))
     losses = run.losses()
+    inside = {r["heads_open"] for r in run.lines if r.get("split") and r["step"] in (6, 7, 8, 9)}
+    assert any(0 < n < HEADS for n in inside)  # so that the open ones are scaled
     for step in range(1, STEPS + 1):
         source = open_source(run.checkpoint(step))
         result = evaluate_source(source, source.corpus(), "valid", batch_size=4)

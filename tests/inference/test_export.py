@@ -12,7 +12,7 @@ from pathlib import Path
 import oracles
 import pytest
 import torch
-from runs import DENSE_END, HEADS, STEPS, Run
+from runs import EDGE_GATES, HEADS, PRUNE_END, STEPS, Run
 from safetensors.torch import load_file, save_file
 
 import allattn
@@ -84,16 +84,19 @@ def test_an_export_of_an_export_is_the_same(exported, tmp_path, contents):
     assert contents(tmp_path / "again") == contents(exported)
 
 
-def test_within_the_pruning_stage(finished_run, tmp_path):
+def test_within_the_pruning_stage(make_config, train, tmp_path):
     """Gates are decided as evaluation decides them; the model loses them and what they close."""
-    checkpoint = finished_run / "checkpoints" / f"step_{DENSE_END + 4:08d}"
-    stored = load_file(checkpoint / "parameters.safetensors")
-    assert any("log_alpha" in name for name in stored)
-    out = tmp_path / "out"
+    run = train(make_config(*EDGE_GATES, "train.save_every=1"), PRUNE_END - 1, to_end=False)
+    n_open = {row["step"]: row["heads_open"] for row in run.lines if "heads_open" in row}
+    step = next(s for s in sorted(n_open) if 0 < n_open[s] < HEADS)
+    checkpoint, out = run.checkpoint(step), tmp_path / "out"
+    assert any("log_alpha" in name for name in run.tensors(step, "parameters"))
     assert main(["export", str(checkpoint), "--out", str(out)]) == 0
     weights = load_file(out / "model.safetensors")
     assert not any("log_alpha" in name for name in weights)
-    assert torch.equal(log_probs(load_pretrained(out)), log_probs(load_pretrained(checkpoint)))
+    model = load_pretrained(out)
+    assert sum(model.config.heads) == n_open[step]
+    assert torch.equal(log_probs(model), log_probs(load_pretrained(checkpoint)))
 
 
 def test_all_heads_gone(make_config, train, tmp_path):

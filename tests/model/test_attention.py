@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from allattn.config import CHOICES
 from allattn.model.attention import Attention
-from allattn.model.positions import falling_distances, shift_by_query, sinusoids, visible_keys
+from allattn.model.positions import Visible, falling_distances, shift_by_query, sinusoids
 
 CPU = torch.device("cpu")
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -44,7 +44,7 @@ def attend(
     """The layer, called as the model calls it."""
     _, S, D = h_BSD.shape
     positions = sinusoids(falling_distances(S, clamp_len, CPU), D, h_BSD.dtype)
-    return layer(h_BSD, T, positions, visible_keys(T, S - T, window, padding_B, CPU))
+    return layer(h_BSD, T, positions, Visible(T, S - T, window, padding_B, CPU))
 
 
 def expected(
@@ -291,16 +291,18 @@ def test_sinusoids_equal_loops(d_model):
 def test_visible_keys_equal_loops(T, M, window):
     padding = [0, 1, M + T]
     for actual, empties in (
-        (visible_keys(T, M, window, None, CPU), [0]),
-        (visible_keys(T, M, window, torch.tensor(padding), CPU), padding),
+        (Visible(T, M, window, None, CPU).mask, [0]),
+        (Visible(T, M, window, torch.tensor(padding), CPU).mask, padding),
     ):
         wanted = [
             [[oracles.sees(M + i, j, window, empty) for j in range(M + T)] for i in range(T)]
             for empty in empties
         ]
+        if actual is None:  # everything is visible
+            actual = torch.ones(1, 1, T, M + T, dtype=torch.bool)
         assert actual[:, 0].tolist() == wanted
 
 
 def test_same_length_gives_every_query_the_same_number_of_keys():
-    visible = visible_keys(5, 6, 6, None, CPU)
+    visible = Visible(5, 6, 6, None, CPU).mask
     assert visible.sum(-1).unique().tolist() == [7]  # itself and the window

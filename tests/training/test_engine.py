@@ -12,6 +12,8 @@ from runs import DENSE_END, STEPS
 from torch import Tensor
 
 from allattn.config import Config, ConfigError, ModelConfig
+from allattn.data.lanes import Corpus, Lanes
+from allattn.inference.load import load_pretrained
 from allattn.model.adaptive import TiedVocabulary
 from allattn.model.transformer import TransformerLM
 from allattn.training.engine import LocalEngine, World, build_engine, connect
@@ -240,3 +242,26 @@ def test_the_models_weights_do_not_come_from_the_callers_generator(make_config, 
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert isinstance(one.live.shape, ModelConfig)
     assert isinstance(one.live.engine.module, TransformerLM)
+
+
+def test_memory_goes_on_within_a_pass_and_is_emptied_between_passes(make_config, train):
+    """With a rate of zero the weights stand still: both passes lose the same, and the first pass
+    loses what one long look at each lane gives.
+    """
+    lanes = Lanes(Corpus(make_config().data.dir).tokens("train"), 4, 16)
+    n = lanes.n_segments
+    stages = f"stages=[{{name: still, steps: {2 * n}, lr: {{peak: 0.0}}}}]"
+    run = train(make_config(stages, "train.save_every=1", "train.optimizer.weight_decay=0"), 2 * n)
+    losses = [run.losses()["train", step + 1] for step in range(2 * n)]
+    assert losses[:n] == losses[n:]
+    model = load_pretrained(run.checkpoint(1))
+    batches = [lanes.batch(step, 0, 4) for step in range(n)]
+    memory, alone = None, []
+    for step, (inputs, targets) in enumerate(batches):
+        with torch.no_grad():
+            output = model(inputs, targets, memory)
+            alone.append(float(model(inputs, targets).nll.mean()))
+        memory = output.memory
+        assert losses[step] == pytest.approx(float(output.nll.mean()), abs=1e-5)
+    assert losses[0] == pytest.approx(alone[0], abs=1e-5)
+    assert max(abs(a - b) for a, b in zip(losses[1:n], alone[1:], strict=True)) > 1e-3

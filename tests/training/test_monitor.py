@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pytest
 from runs import DENSE_END, HEADS, PRUNE_END, STEPS, Run
@@ -113,10 +114,27 @@ def test_scalars_are_those_of_the_lines(run, board):
         assert row["sparsity"] == pytest.approx(1 - row["heads_open"] / HEADS)
 
 
-def test_a_resumed_run_has_every_point_once(make_config, train):
-    run = train(make_config(), 3, 7)
+def test_a_killed_and_resumed_run_has_every_point_once(make_config, train):
+    config = make_config(f"train.save_every={DENSE_END}")
+    run = train(config, 7, to_end=False)
+    shutil.rmtree(run.checkpoint(7))  # steps 5 to 7 will be done, and logged, again
+    train(config, start=False)
     board = EventAccumulator(str(run.folder / "tensorboard")).Reload()
     assert [e.step for e in board.Scalars("train/loss")] == list(range(1, STEPS + 1))
+    assert [e.step for e in board.Scalars("valid/ppl")] == [DENSE_END, PRUNE_END, STEPS]
+
+
+def test_the_multiplier_climbs_with_the_gap(make_config, train):
+    """What each line says of expected and wanted heads decides the next line's weight."""
+    config = make_config()
+    rows = [row for row in train(config).lines if "target_heads" in row]
+    rate = config.stages[1].prune.lagrangian_lr
+    assert len(rows) == len(PRUNING)
+    for now, later in zip(rows, rows[1:], strict=False):
+        gap = (now["expected_heads"] - now["target_heads"]) / HEADS
+        for key, share in (("penalty_weight", gap), ("penalty_weight_quadratic", gap**2)):
+            assert later[key] - now[key] == pytest.approx(rate * share, rel=1e-4, abs=1e-8)
+    assert rows[-1]["penalty_weight"] != rows[0]["penalty_weight"]
 
 
 def test_lines_after_the_step_are_dropped_and_half_lines_too(tmp_path):

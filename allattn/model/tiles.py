@@ -1,0 +1,164 @@
+"""Scores in tiles that stay in the cache: which there are, how one is computed (see `fused.py`).
+
+Shapes: as in `fused.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+# Elements of one score tile over all its heads: 1 MiB of float32. The backward pass has two such
+# tiles, which leaves room in two 2 MiB second-level caches for the operands.
+_TILE = 256 * 1024
+_MAX_COLUMNS = 1024  # of a persistent tile
+_MAX_ROWS = 128  # of a content tile: shorter tiles leave out more of what the mask hides
+
+
+def persistent_tiles(
+    n_queries: int, N: int, P: int, tile: int
+) -> Iterator[tuple[slice, slice, int]]:
+    """(heads, persistent vectors, queries in a tile) for each group of heads and vectors."""
+    if P == 0:
+        return
+    n_heads = 2 if N % 2 == 0 else N  # bmm and elementwise loops split over heads: one a core
+    n_cols = -(-P // -(-P // _MAX_COLUMNS))
+    n_rows = max(16, tile // (n_heads * n_cols))
+    n_rows = -(-n_queries // -(-n_queries // n_rows))  # equal tiles rather than a short last one
+    for n in range(0, N, n_heads):
+        for p in range(0, P, n_cols):
+            yield slice(n, n + n_heads), slice(p, min(p + n_cols, P)), n_rows
+
+
+@dataclass(frozen=True)
+class ContentTile:
+    """Queries i0 to i0 + R - 1 of sequence b and its keys j0 to j0 + K - 1, the last query's."""
+
+    b: int
+    rows: slice  # in the B * T queries
+    keys: slice
+    R: int
+    K: int
+    first_key: int | None  # row t sees keys from first_key + t on, or all: None
+
+    def hide_(self, p_NRK: Tensor) -> Tensor:
+        """Zeroes, in place, what the mask hides in a tile of exp(score)."""
+        if self.R > 1:
+            p_NRK[:, :, self.K - self.R :].tril_()
+        if self.first_key is not None and self.first_key + self.R > 1:
+            p_NRK[:, :, : self.first_key + self.R - 1].triu_(self.first_key)
+        return p_NRK
+
+
+def content_tiles(
+    B: int, T: int, S: int, N: int, window: int | None, padding: list[int] | None
+) -> Iterator[ContentTile]:
+    """Keys that no query of a tile may see are left out of it."""
+    M = S - T
+    n_rows = min(_MAX_ROWS, max(16, _TILE // (N * S)))
+    n_rows = -(-T // -(-T // n_rows))
+    for b in range(B):
+        for i0 in range(0, T, n_rows):
+            R = min(n_rows, T - i0)
+            j0 = 0 if padding is None else padding[b]
+            first_key = None
+            if window is not None:
+                first_key = M + i0 - window
+                j0 = max(j0, first_key)
+                first_key -= j0
+            j1 = M + i0 + R
+            yield ContentTile(
+                b, slice(b * T + i0, b * T + i0 + R), slice(j0, j1), R, j1 - j0, first_key
+            )
+
+
+class Scratch:
+    """Named buffers, each as large as the largest tile asked for so far."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._flat: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        """A buffer of this name and shape, with whatever was left in it."""
+        n = math.prod(shape)
+        flat = self._flat.get(name)
+        if flat is None or flat.numel() < n:
+            flat = self._flat[name] = self._like.new_empty(n)
+        return flat[:n].view(shape)
+
+
+def shifted(position_NRK1: Tensor) -> Tensor:
+    """The [N, R, K] view in which row i, column j of the position scores is distance K - R + i - j.
+
+    Elements in the future (j > K - R + i) are those of the next row: finite, for the mask to hide.
+    """
+    N, R, K1 = position_NRK1.shape
+    return position_NRK1.view(N, R * K1)[:, R - 1 : -1].view(N, R, K1 - 1)
+
+
+def queries_first(x_BTNH: Tensor) -> Tensor:
+    """[N, B*T, H] view."""
+    return x_BTNH.flatten(0, 1).transpose(0, 1)
+
+
+class Scores:
+    """The operands of both passes, and exp(score - shift) tile by tile.
+
+    Returned tiles live in scratch: the next call overwrites them.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, r: Tensor, u: Tensor, w: Tensor, Kp: Tensor) -> None:
+        (B, T, N, H), S = q.shape, k.shape[2]
+        scale = 1 / math.sqrt(H)
+        self.scratch = Scratch(q)
+        self.k = k
+        self.q_NXH = torch.mul(queries_first(q), scale, out=q.new_empty(N, B * T, H))
+        self.qu_NXH = self.q_NXH + (u * scale).unsqueeze(1)
+        self.qw_NXH = self.q_NXH + (w * scale).unsqueeze(1)
+        self.Kp_NPH = Kp
+        # by falling distance S-1 .. 0, then a zero column: the future
+        self.r_NHS1 = r.new_zeros(N, H, S + 1)
+        self.r_NHS1[:, :, :S] = r.transpose(1, 2)
+        self.shift_NX1: Tensor | None = None
+        # oneDNN's half-precision products cost more to start and less to run: larger tiles
+        self.tile = _TILE if q.element_size() >= 4 else 4 * _TILE
+
+    @cached_property
+    def KpT_NHP(self) -> Tensor:
+        """For the forward pass alone; the copy is slow enough not to be made for nothing."""
+        return self.Kp_NPH.transpose(1, 2).contiguous()
+
+    def persistent(self, q_NRH: Tensor, KpT_NHP: Tensor) -> Tensor:
+        """Scores of a persistent tile, [n, R, P]."""
+        return torch.bmm(q_NRH, KpT_NHP, out=self.scratch("p", *q_NRH.shape[:2], KpT_NHP.shape[2]))
+
+    def content(self, t: ContentTile) -> Tensor:
+        """Scores of a content tile, nothing hidden yet, [N, R, K]."""
+        N, S = self.r_NHS1.shape[0], self.k.shape[2]
+        position = self.scratch("position", N, t.R, t.K + 1)
+        torch.bmm(self.qw_NXH[:, t.rows], self.r_NHS1[:, :, S - t.K :], out=position)
+        p = self.scratch("p", N, t.R, t.K)
+        torch.bmm(self.qu_NXH[:, t.rows], self.k[t.b, :, t.keys].transpose(1, 2), out=p)
+        return p.add_(shifted(position))
+
+    def exp_persistent(
+        self, heads: slice, q_NRH: Tensor, KpT_NHP: Tensor, first_row: int
+    ) -> Tensor:
+        """exp(score - shift) of a persistent tile."""
+        p = self.persistent(q_NRH, KpT_NHP)
+        if self.shift_NX1 is not None:
+            p.sub_(self.shift_NX1[heads, first_row : first_row + p.shape[1]])
+        return p.exp_()
+
+    def exp_content(self, t: ContentTile) -> Tensor:
+        """exp(score - shift) of a content tile, 0 where hidden."""
+        p = self.content(t)
+        if self.shift_NX1 is not None:
+            p.sub_(self.shift_NX1[:, t.rows])
+        return t.hide_(p.exp_())
