@@ -30,7 +30,7 @@ class RunConfig:
     dir: str = "runs"
     seed: int = 1
     init_from: str | None = (
-        None  # a run, checkpoint or export whose weights (and heads) to start from
+        None  # a run, checkpoint or export whose weights to start from
     )
 
 

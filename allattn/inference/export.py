@@ -48,9 +48,11 @@ def export(source: Source, out: str | Path, overwrite: bool = False) -> Path:
     tokenizer.save(partial)
     (partial / "README.md").write_text(_card(source, info), encoding="utf-8")
     write_json(partial / "config.json", info)
+    old = out.with_name(f".old_{out.name}")
     if out.exists():
-        shutil.rmtree(out)
+        os.replace(out, old)
     os.replace(partial, out)
+    shutil.rmtree(old, ignore_errors=True)
     return out
 
 

@@ -275,7 +275,21 @@ class DeepSpeedEngine:
         for parameter in known:
             for key in MOMENTS:
                 value = snapshot.moments[key][self.names[parameter]].to(self.engine.device)
-                safe_set_full_optimizer_state(parameter, value, key)
+                if self.stage == 3:
+                    self._set_share(parameter, value, key)
+                else:
+                    safe_set_full_optimizer_state(parameter, value, key)
+
+    def _set_share(self, parameter: torch.nn.Parameter, value: Tensor, key: str) -> None:
+        """This rank's share of a moment under ZeRO-3.
+
+        DeepSpeed's own setter overruns a tensor with fewer numbers than ranks (a layer's last gate).
+        """
+        share, _ = self.optimizer._get_fp32_opt_state_partition(parameter, False, key)
+        start = share.numel() * torch.distributed.get_rank()
+        mine = value.flatten()[start : start + share.numel()]
+        share.zero_()
+        share[: mine.numel()] = mine
 
     def _link_moments(self) -> None:
         """Tell ZeRO 1 and 2 where each parameter's moments lie.

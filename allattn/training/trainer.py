@@ -91,7 +91,8 @@ class Trainer:
 
     def train(self, stop_at: int | None = None) -> None:
         """Run to the end of the schedule, or to a step; saves there."""
-        end = min(stop_at or self.schedule.total_steps, self.schedule.total_steps)
+        end = self.schedule.total_steps if stop_at is None else stop_at
+        end = min(end, self.schedule.total_steps)
         every = self.config.train
         self.clock, self.clock_tokens = time.perf_counter(), 0
         try:
