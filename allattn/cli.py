@@ -295,6 +295,8 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
     from allattn.inference.generate import generate
     from allattn.inference.load import build_model, open_source, pick_device
 
@@ -308,17 +310,16 @@ def _generate(args: argparse.Namespace) -> None:
     tokenizer = source.tokenizer()
     model = build_model(source.weights).to(pick_device(args.device))
     prompt = tokenizer.encode(args.prompt) or [tokenizer.eos_id]
-    new = list(
-        generate(
-            model,
-            prompt,
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            seed=args.seed,
-        )
+    steps = generate(
+        model,
+        [prompt],
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
     )
+    new = [ids[0] for ids in tqdm(steps, total=args.max_new_tokens, disable=None, unit="tok")]
     text = tokenizer.decode(prompt + new) if args.prompt else tokenizer.decode(new)
     if args.json:
         _print_json({"prompt": args.prompt, "text": text, "tokens": new})

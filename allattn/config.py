@@ -29,9 +29,7 @@ class RunConfig:
     name: str = "run"
     dir: str = "runs"
     seed: int = 1
-    init_from: str | None = (
-        None  # a run, checkpoint or export whose weights to start from
-    )
+    init_from: str | None = None  # a run, checkpoint or export whose weights to start from
 
 
 @dataclass
@@ -106,6 +104,8 @@ class TrainConfig:
     eval_every: int = 200
     save_every: int = 200
     log_every: int = 10
+    compile: bool = False  # torch.compile on each layer (needs a C++ compiler on the CPU)
+    activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     engine: str = "auto"  # auto: DeepSpeed under its launcher, else one plain process
     device: str = "auto"
 

@@ -233,7 +233,7 @@ def benchmark_generate(args: argparse.Namespace) -> dict[str, Any]:
     model = TransformerLM(config).to(device()).eval()
     marks = []
     last = args.tokens
-    for _ in generate(model, [1], max_new_tokens=last + 1, temperature=1.0):
+    for _ in generate(model, [[1]], max_new_tokens=last + 1, temperature=1.0):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         marks.append(time.perf_counter())

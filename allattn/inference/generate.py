@@ -7,42 +7,49 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from allattn.model.transformer import Memory, TransformerLM
+from allattn.model.transformer import TransformerLM
 
 
 @torch.no_grad()
 def generate(
     model: TransformerLM,
-    prompt: list[int],
+    prompts: list[list[int]],
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
-) -> Iterator[int]:
-    """Yield new token ids.
+) -> Iterator[list[int]]:
+    """Yield the next id of every prompt, again and again, at constant time and memory a token.
 
     Args:
         model: in evaluation mode.
-        prompt: ids, at least one (a line end where there is nothing to go on from).
+        prompts: ids, at least one each (a line end where there is nothing to go on from); their
+            lengths may differ.
         max_new_tokens: how many to yield.
         temperature: 0 takes the likeliest token each time.
         top_k: draw among the k likeliest only.
         top_p: draw among the likeliest that together have at least this probability.
         seed: of the draws.
     """
+    if not prompts or not all(prompts):
+        raise ValueError("prompts: every prompt needs at least one token")
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    ids = torch.tensor([prompt], device=device)
-    memory: Memory | None = None
-    for part in ids.split(model.config.seq_len, dim=1):
+    # padded on the left, so that all end together; padding is never attended to
+    longest = max(map(len, prompts))
+    ids_BT = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
+    padding_B = torch.tensor([longest - len(p) for p in prompts], device=device)
+    memory = model.empty_cache()
+    memory.padding = padding_B if padding_B.any() else None
+    for part in ids_BT.split(model.config.seq_len, dim=1):
         output = model(part, memory=memory, last_only=True)
         memory = output.memory
     for _ in range(max_new_tokens):
-        token = sample(output.log_probs[:, -1], temperature, top_k, top_p, generator)
-        yield int(token)
-        output = model(token[:, None], memory=memory, last_only=True)
+        token_B = sample(output.log_probs[:, -1], temperature, top_k, top_p, generator)
+        yield token_B.tolist()
+        output = model(token_B[:, None], memory=memory, last_only=True)
         memory = output.memory
 
 

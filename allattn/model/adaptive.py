@@ -11,6 +11,9 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+_LOGITS = 1 << 24  # the most logits to hold at a time: 64 MB in float32
 
 
 class TiedVocabulary(nn.Module):
@@ -31,12 +34,24 @@ class TiedVocabulary(nn.Module):
         return _wide(F.linear(h_BTD, self.embedding, self.bias)).log_softmax(-1)
 
     def nll(self, h_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """Negative log-likelihood of each target, [B, T], in nats; 0 where the target is -1."""
-        logits = _wide(F.linear(h_BTD, self.embedding, self.bias))
-        loss = F.cross_entropy(
-            logits.flatten(0, 1), targets_BT.flatten(), ignore_index=-1, reduction="none"
-        )
-        return loss.view(targets_BT.shape)
+        """Negative log-likelihood of each target, [B, T], in nats; 0 where the target is -1.
+
+        Never a [tokens, vocabulary] matrix: with a large vocabulary some tokens at a time, and in
+        the backward pass once more.
+        """
+        h, targets = h_BTD.flatten(0, 1), targets_BT.flatten()
+        size = max(_LOGITS // len(self.embedding), 1)
+        if len(h) <= size:
+            return self._nll(h, targets).view(targets_BT.shape)
+        parts = [
+            checkpoint(self._nll, *part, use_reentrant=False)
+            for part in zip(h.split(size), targets.split(size), strict=True)
+        ]
+        return torch.cat(parts).view(targets_BT.shape)
+
+    def _nll(self, h: Tensor, targets: Tensor) -> Tensor:
+        logits = _wide(F.linear(h, self.embedding, self.bias))
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
 
 
 class AdaptiveVocabulary(nn.Module):

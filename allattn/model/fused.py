@@ -34,6 +34,7 @@ from allattn.model.tiles import Scores, content_tiles, persistent_tiles, queries
 _SAFE_SUM = (1e-20, 1e20)
 
 
+@torch.compiler.disable
 def fused_attention(
     q_BTNH: Tensor,
     kv_2BNSH: Tensor,

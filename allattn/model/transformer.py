@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from allattn.config import ModelConfig
 from allattn.model.adaptive import AdaptiveVocabulary, TiedVocabulary
@@ -106,7 +107,12 @@ class Block(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """A causal language model with Transformer-XL memory."""
+    """A causal language model with Transformer-XL memory.
+
+    Attributes:
+        checkpoint_layers: recompute each layer in the backward pass instead of keeping what is in
+            it (activation checkpointing).
+    """
 
     def __init__(self, config: ModelConfig):
         """Build from a validated config whose vocab_size is known; weights are initialised."""
@@ -126,6 +132,7 @@ class TransformerLM(nn.Module):
         self.layers = nn.ModuleList(Block(config, n) for n in config.heads)
         self.norm = nn.LayerNorm(D)
         self.dropout = nn.Dropout(config.dropout)
+        self.checkpoint_layers = False
         self._sinusoids: Tensor | None = None
         self._masks: dict[tuple[int, int, int | None, torch.device], Visible] = {}
         init_weights(self)
@@ -169,7 +176,7 @@ class TransformerLM(nn.Module):
         """The last layer's output [B, T, D], before the final norm, and the new memory."""
         T = ids_BT.shape[1]
         M = memory.length if memory is not None else 0
-        if memory is not None and memory.length:
+        if memory is not None:
             padding_B = memory.padding
         x_BTD = self.dropout(self.vocabulary(ids_BT))
         positions_SD = self.dropout(self._positions(M + T, x_BTD.dtype))
@@ -185,7 +192,10 @@ class TransformerLM(nn.Module):
             else:
                 both = x_BTD if old is None else torch.cat([old.to(x_BTD.dtype), x_BTD], dim=1)
                 remembered.append(both[:, M + T - kept :].detach())
-            x_BTD = layer(x_BTD, old, positions_SD, visible)
+            if self.checkpoint_layers and self.training:
+                x_BTD = checkpoint(layer, x_BTD, old, positions_SD, visible, use_reentrant=False)
+            else:
+                x_BTD = layer(x_BTD, old, positions_SD, visible)
         if padding_B is not None:
             padding_B = (padding_B - (M + T - kept)).clamp(min=0)
             padding_B = padding_B if padding_B.any() else None

@@ -167,4 +167,8 @@ class LiveModel:
             for name, parameter in model.named_parameters():
                 if name in snapshot.parameters:  # gates that begin now have no value yet
                     parameter.copy_(snapshot.parameters[name])
+        model.checkpoint_layers = self.config.train.activation_checkpointing
+        if self.config.train.compile:
+            for layer in model.layers:
+                layer.compile(dynamic=False)
         self.engine = build_engine(model, self.config, self.world, self.n_micro, snapshot)

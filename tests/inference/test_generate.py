@@ -18,7 +18,8 @@ def model(tiny_model):
 
 
 def new(model, prompt=(1, 2, 3), **options) -> list[int]:
-    return list(generate(model, list(prompt), **{"max_new_tokens": 20, **options}))
+    steps = generate(model, [list(prompt)], **{"max_new_tokens": 20, **options})
+    return [ids[0] for ids in steps]
 
 
 def test_a_seed_decides(model):
@@ -134,7 +135,8 @@ def test_the_command(finished_run, capsys):
     tokenizer = source.tokenizer()
     prompt = tokenizer.encode("She had been")
     model = load_pretrained(finished_run)
-    assert list(generate(model, prompt, max_new_tokens=12, seed=4)) == a["tokens"]
+    again = generate(model, [prompt], max_new_tokens=12, seed=4)
+    assert [ids[0] for ids in again] == a["tokens"]
     assert a["text"] == tokenizer.decode(prompt + a["tokens"])
     assert a != run_json(capsys, finished_run, *options[:-1], 5)
     greedy = run_json(capsys, finished_run, *options, "--temperature", 0)
