@@ -22,6 +22,31 @@ from allattn.model.positions import Visible, shift_by_query
 FEW_QUERIES = 16  # below it the fused core's bookkeeping costs more than it saves
 
 
+def choose(wanted: str, device: str, dtype: torch.dtype, dropout: float) -> tuple[str, str]:
+    """Which way to compute attention, and why.
+
+    Args:
+        wanted: `model.attention`: reference, fused or auto.
+        device: `cpu` or `cuda`.
+        dtype: of the matrix products.
+        dropout: on attention weights, in this mode.
+
+    Returns:
+        `reference` or `fused`, and the reason in words.
+    """
+    if wanted == "reference":
+        return "reference", "as configured"
+    if dropout:
+        return "reference", "attention dropout needs the weights"
+    if device == "cpu" and dtype == torch.float16:
+        return "reference", "the CPU has no float16 kernels for the fused core"
+    if wanted == "fused":
+        return "fused", "as configured"
+    if device != "cpu":
+        return "reference", "the fused core is tuned for CPUs"
+    return "fused", "the faster one here"
+
+
 class Attention(nn.Module):
     """Multi-head attention with relative positions (Dai et al. 2019, section 3.3) and persistent
     vectors (Sukhbaatar et al. 2019, equations 9 to 12).
@@ -125,11 +150,12 @@ class Attention(nn.Module):
 
     def _fused(self, q_BTNH: Tensor, visible: Visible) -> bool:
         """Whether this call takes the fused core."""
-        if self.implementation == "reference" or (self.training and self.dropout):
-            return False
+        dropout = self.dropout if self.training else 0.0
         if visible.padding is not None and max(visible.padding) > visible.M:
             return False  # rows of padding: the reference has them see themselves
-        return self.implementation == "fused" or q_BTNH.shape[1] >= FEW_QUERIES
+        if self.implementation == "auto" and q_BTNH.shape[1] < FEW_QUERIES:
+            return False
+        return choose(self.implementation, q_BTNH.device.type, q_BTNH.dtype, dropout)[0] == "fused"
 
     def _reference(
         self, q_BTNH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, r_NSH: Tensor, mask: Tensor | None

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -208,6 +209,26 @@ class _FusedAttention(torch.autograd.Function):
         return dq, dkv, dr, du, dw, dKp, dVp, None, None
 
 
+def _flash_kernel(q_NXH: Tensor, k_NPH: Tensor, v_NPH: Tensor) -> tuple[Tensor, Tensor]:
+    """PyTorch's CPU kernel: output [N, X, H] and log-sum-exp [N, X]. Not a promised interface."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(q_NXH[None], k_NPH[None], v_NPH[None], scale=1.0)
+    return out[0], lse[0]
+
+
+@cache
+def flash_kernel_works() -> bool:
+    """Whether this PyTorch has that kernel and it computes what is expected; tried once."""
+    q, k, v = (torch.randn(2, n, 8, dtype=torch.bfloat16) for n in (3, 5, 5))
+    scores = (q @ k.transpose(1, 2)).float()
+    try:
+        out, lse = _flash_kernel(q, k, v)
+        right = torch.allclose(lse.float(), scores.logsumexp(-1), atol=0.1)
+        return right and torch.allclose(out.float(), scores.softmax(-1) @ v.float(), atol=0.1)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False
+
+
 def _row_sum(p_NRK: Tensor, dtype: torch.dtype) -> Tensor:
     """[N, R, 1]: the sum over each row, in `dtype`.
 
@@ -228,13 +249,11 @@ def _accumulate(
     dtype = torch.promote_types(v.dtype, torch.float32)
     out_NXH = scores.q_NXH.new_zeros(N, X, H, dtype=dtype)
     sum_NX1 = scores.q_NXH.new_zeros(N, X, 1, dtype=dtype)
-    if v.element_size() < 4 and Vp.shape[1] > 0 and v.device.type == "cpu":
+    half_on_cpu = v.element_size() < 4 and v.device.type == "cpu"
+    if half_on_cpu and Vp.shape[1] > 0 and flash_kernel_works():
         # In half precision PyTorch's flash kernel is the fastest forward (not so its backward), with
         # a float32 softmax. The batch folds into the queries: all sequences share these keys.
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        part, lse_NX = (
-            x[0] for x in flash(scores.q_NXH[None], scores.Kp_NPH[None], Vp[None], scale=1.0)
-        )
+        part, lse_NX = _flash_kernel(scores.q_NXH, scores.Kp_NPH, Vp)
         lse_NX1 = lse_NX.unsqueeze(-1)
         torch.exp(lse_NX1 if scores.shift_NX1 is None else lse_NX1 - scores.shift_NX1, out=sum_NX1)
         torch.mul(part, sum_NX1, out=out_NXH)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from allattn.config import Config, ConfigError, ModelConfig, save_config
 from allattn.data.lanes import Corpus, Lanes
+from allattn.model.attention import choose
+from allattn.model.fused import flash_kernel_works
 from allattn.model.scoring import score_stream
 from allattn.model.transformer import Memory, TransformerLM
 from allattn.pruning.schedule import Schedule, lr_factor
@@ -86,6 +88,19 @@ class Trainer:
         self.monitor = Monitor(
             self.run_dir, self.step, self.schedule.total_steps, active=self.world.rank == 0
         )
+        model, precision = config.model, config.train.precision
+        way, why = choose(
+            model.attention,
+            self.world.device.type,
+            torch.bfloat16 if precision == "bf16" else torch.float32,
+            model.attn_dropout,
+        )
+        self.monitor.say(
+            f"{self.live.run_heads} heads, {self.live.n_parameters():,} parameters, {precision} on "
+            f"{self.world.size} x {self.world.device.type}; attention: {way} ({why})"
+        )
+        if way == "fused" and precision == "bf16" and not flash_kernel_works():
+            self.monitor.say("this PyTorch lacks a kernel that the fused core uses; tiles instead")
 
     # ---- the loop ---------------------------------------------------------------------------
 
