@@ -6,10 +6,10 @@
     python tools/benchmark.py scaling --size small
 
 FLOPs are counted from the shapes: two a multiply-add, matrix products only; of content keys those
-that the causal mask leaves visible; the keys and values of the memory as often as they are computed;
-a backward pass as twice its forward. MFU is that over time, against the largest matrix product rate
+that the causal mask leaves visible; the memory's keys and values as often as they are computed; a
+backward pass as twice its forward. MFU is that over time, against the largest matrix product rate
 of this machine, measured in the same run in the same precision. Peak memory is that of a process of
-its own. Variants are timed in turn, step by step, so that a change of the machine's speed meets all.
+its own. Variants are timed in turn, step by step: a change of the machine's speed meets all.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ def benchmark_scaling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def stack_step(config: ModelConfig, batch: int, train: bool) -> Callable[[], None]:
-    """A pass through the layers alone (no embedding, no softmax): forward, or forward and backward."""
+    """A pass through the layers alone (no embedding, no softmax), forward or with backward."""
     model = TransformerLM(config).to(device()).train(train)
     shape = (batch, config.seq_len, config.d_model)
     x = torch.randn(shape, device=device())

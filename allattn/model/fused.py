@@ -28,7 +28,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from allattn.model.tiles import Scores, content_tiles, persistent_tiles, queries_first, shifted
+from allattn.model.tiles import (
+    Scores,
+    Scratch,
+    content_tiles,
+    persistent_tiles,
+    queries_first,
+    shifted,
+)
 
 # A row whose sum of exp(score) lies between these has a largest term that is neither near overflow
 # nor so small that its neighbours would be denormal (float32 and bfloat16 reach 1e-38 to 3e38).
@@ -114,19 +121,22 @@ class _FusedAttention(torch.autograd.Function):
         # g = [dO / Z, -rowsum(dO / Z * O)]: against [V, 1] it gives (dP - delta) / Z at once.
         # In half precision delta takes two columns, its rounded value and the rest.
         n_delta = 1 if q.dtype == sum_NX1.dtype else 2
-        g_NXG = q.new_empty(N, X, H + n_delta)
+        g_NXG = scratch("g", N, X, H + n_delta)
         g_NXH = g_NXG[:, :, :H]
-        g = queries_first(grad_BTNH) / sum_NX1
+        wide = Scratch(sum_NX1)
+        g = torch.div(queries_first(grad_BTNH), sum_NX1, out=wide("wide g", N, X, H))
         g_NXH.copy_(g)
         delta_NX = torch.linalg.vecdot(g, out_NXH).neg_()
         for i in range(n_delta):
             g_NXG[:, :, H + i] = delta_NX
             delta_NX -= g_NXG[:, :, H + i]
 
-        accumulator = sum_NX1.new_empty
-        dq_NXH = accumulator(N, X, H) if P else sum_NX1.new_zeros(N, X, H)
+        dq_NXH = wide("dq total", N, X, H)
+        if not P:
+            dq_NXH.zero_()
         dKp, dVp = Kp.new_empty(Kp.shape), Vp.new_empty(Vp.shape)
-        Vp_NPG = Vp.new_ones(N, P, H + n_delta)
+        Vp_NPG = scratch("Vp", N, P, H + n_delta)
+        Vp_NPG[:, :, H:] = 1
         Vp_NPG[:, :, :H] = Vp
         for heads, cols, n_rows in persistent_tiles(X, N, P, scores.tile):
             # Transposed scores [heads, P, R]: then neither product that sums over the queries (dV,
@@ -159,14 +169,15 @@ class _FusedAttention(torch.autograd.Function):
             dKp[heads, cols] = dKp_t
             dVp[heads, cols] = dVp_t
 
-        dqu_NXH, dqw_NXH = accumulator(N, X, H), accumulator(N, X, H)
+        dqu_NXH, dqw_NXH = wide("dqu", N, X, H), wide("dqw", N, X, H)
         # laid out as one projection gives them, so that its backward copies nothing
         dkv = kv.new_empty(B, S, 2, N, H).permute(2, 0, 3, 1, 4)
         dr_NHS1 = sum_NX1.new_zeros(N, H, S + 1)
-        v_BNSG = v.new_ones(B, N, S, H + n_delta)
+        v_BNSG = scratch("v", B, N, S, H + n_delta)
+        v_BNSG[..., H:] = 1
         v_BNSG[..., :H] = v
         r_NS1H = scores.r_NHS1.transpose(1, 2)
-        dk_NSH, dv_NSH = accumulator(N, S, H), accumulator(N, S, H)
+        dk_NSH, dv_NSH = wide("dk", N, S, H), wide("dv", N, S, H)
         for t in content_tiles(B, T, S, N, ctx.window, ctx.padding):
             if t.rows.start == t.b * T:
                 dk_NSH.zero_()
@@ -251,8 +262,8 @@ def _accumulate(
     sum_NX1 = scores.q_NXH.new_zeros(N, X, 1, dtype=dtype)
     half_on_cpu = v.element_size() < 4 and v.device.type == "cpu"
     if half_on_cpu and Vp.shape[1] > 0 and flash_kernel_works():
-        # In half precision PyTorch's flash kernel is the fastest forward (not so its backward), with
-        # a float32 softmax. The batch folds into the queries: all sequences share these keys.
+        # In half precision PyTorch's flash kernel is the fastest forward (not so its backward),
+        # with a float32 softmax. The batch folds into the queries: all sequences share these keys.
         part, lse_NX = _flash_kernel(scores.q_NXH, scores.Kp_NPH, Vp)
         lse_NX1 = lse_NX.unsqueeze(-1)
         torch.exp(lse_NX1 if scores.shift_NX1 is None else lse_NX1 - scores.shift_NX1, out=sum_NX1)

@@ -6,6 +6,7 @@ Shapes: as in `fused.py`.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,18 +79,25 @@ def content_tiles(
 
 
 class Scratch:
-    """Named buffers, each as large as the largest tile asked for so far."""
+    """Named buffers of this thread, kept from call to call, each as large as was ever asked for.
 
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
-        self._flat: dict[str, Tensor] = {}
+    Fresh memory costs a page fault for every 4 KiB, more than most of what is done with it here.
+    """
+
+    _threads = threading.local()
+
+    def __init__(self, like: Tensor, dtype: torch.dtype | None = None) -> None:
+        """Buffers of a tensor's device, and its type or another."""
+        self._options = {"dtype": dtype or like.dtype, "device": like.device}
+        buffers = self._threads.__dict__.setdefault("buffers", {})
+        self._flat: dict[str, Tensor] = buffers.setdefault(tuple(self._options.values()), {})
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         """A buffer of this name and shape, with whatever was left in it."""
         n = math.prod(shape)
         flat = self._flat.get(name)
         if flat is None or flat.numel() < n:
-            flat = self._flat[name] = self._like.new_empty(n)
+            flat = self._flat[name] = torch.empty(n, **self._options)
         return flat[:n].view(shape)
 
 
@@ -118,12 +126,15 @@ class Scores:
         scale = 1 / math.sqrt(H)
         self.scratch = Scratch(q)
         self.k = k
-        self.q_NXH = torch.mul(queries_first(q), scale, out=q.new_empty(N, B * T, H))
-        self.qu_NXH = self.q_NXH + (u * scale).unsqueeze(1)
-        self.qw_NXH = self.q_NXH + (w * scale).unsqueeze(1)
+        shape = (N, B * T, H)
+        self.q_NXH = torch.mul(queries_first(q), scale, out=self.scratch("q", *shape))
+        self.qu_NXH, self.qw_NXH = self.scratch("qu", *shape), self.scratch("qw", *shape)
+        torch.add(self.q_NXH, (u * scale).unsqueeze(1), out=self.qu_NXH)
+        torch.add(self.q_NXH, (w * scale).unsqueeze(1), out=self.qw_NXH)
         self.Kp_NPH = Kp
         # by falling distance S-1 .. 0, then a zero column: the future
-        self.r_NHS1 = r.new_zeros(N, H, S + 1)
+        self.r_NHS1 = self.scratch("r", N, H, S + 1)
+        self.r_NHS1[:, :, S] = 0
         self.r_NHS1[:, :, :S] = r.transpose(1, 2)
         self.shift_NX1: Tensor | None = None
         # oneDNN's half-precision products cost more to start and less to run: larger tiles
@@ -132,7 +143,8 @@ class Scores:
     @cached_property
     def KpT_NHP(self) -> Tensor:
         """For the forward pass alone; the copy is slow enough not to be made for nothing."""
-        return self.Kp_NPH.transpose(1, 2).contiguous()
+        N, P, H = self.Kp_NPH.shape
+        return self.scratch("KpT", N, H, P).copy_(self.Kp_NPH.transpose(1, 2))
 
     def persistent(self, q_NRH: Tensor, KpT_NHP: Tensor) -> Tensor:
         """Scores of a persistent tile, [n, R, P]."""

@@ -283,7 +283,7 @@ class DeepSpeedEngine:
     def _set_share(self, parameter: torch.nn.Parameter, value: Tensor, key: str) -> None:
         """This rank's share of a moment under ZeRO-3.
 
-        DeepSpeed's own setter overruns a tensor with fewer numbers than ranks (a layer's last gate).
+        DeepSpeed's own setter overruns a tensor of fewer numbers than ranks (a layer's last gate).
         """
         share, _ = self.optimizer._get_fp32_opt_state_partition(parameter, False, key)
         start = share.numel() * torch.distributed.get_rank()
