@@ -12,7 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from allattn.config import Config, ConfigError, ModelConfig, load_config, to_yaml
+from allattn.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    load_config,
+    to_yaml,
+    with_vocabulary,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -154,7 +161,10 @@ def _take_overrides(args: argparse.Namespace, extra: list[str]) -> None:
 
 
 def _fail(error: Exception, status: int) -> int:
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = str(error)
+    if isinstance(error, OSError) and error.filename:
+        text = f"{error.filename}: {error.strerror}"
+    text = " ".join(text.split()) or type(error).__name__
     print(f"allattn: error: {text}", file=sys.stderr)
     return status
 
@@ -207,8 +217,6 @@ def _show(args: argparse.Namespace) -> None:
 
 def describe(config: Config) -> dict[str, Any]:
     """What `show` shows: see DESIGN section 8."""
-    import dataclasses
-
     from allattn.model.transformer import count_parameters, flops_per_token
     from allattn.pruning.schedule import Schedule, heads_to_keep
 
@@ -216,7 +224,7 @@ def describe(config: Config) -> dict[str, Any]:
     if model.vocab_size is None and (Path(config.data.dir) / "data.json").exists():
         from allattn.data.lanes import Corpus
 
-        model = dataclasses.replace(model, vocab_size=Corpus(config.data.dir).vocab_size)
+        model = with_vocabulary(model, Corpus(config.data.dir).vocab_size, config.data.dir)
     known = model.vocab_size is not None
     stand_in = model if known else ModelConfig(**{**vars(model), "vocab_size": 2, "cutoffs": []})
     parts: dict[str, int | None] = dict(count_parameters(stand_in))
@@ -304,6 +312,8 @@ def _generate(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not value >= low:
             raise ConfigError(f"--{name.replace('_', '-')}: {low} or more is needed, not {value}")
+    if not 0 <= args.seed < 2**63:
+        raise ConfigError(f"--seed: a number from 0 to 2**63 - 1 is needed, not {args.seed}")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise ConfigError(f"--top-p: a share above 0, at most 1, is needed, not {args.top_p}")
     source = open_source(args.path)

@@ -244,6 +244,22 @@ def model_config_from_dict(values: dict[str, Any], where: str) -> ModelConfig:
     return model
 
 
+def with_vocabulary(model: ModelConfig, vocab_size: int, where: Any) -> ModelConfig:
+    """The model for a corpus's vocabulary.
+
+    Raises:
+        ConfigError: the config asks for another one, or has cutoffs beyond it.
+    """
+    if model.vocab_size not in (None, vocab_size):
+        raise ConfigError(
+            f"model.vocab_size: {model.vocab_size}, but {where} has {vocab_size} tokens; "
+            "leave it out, or prepare the data anew"
+        )
+    model = dataclasses.replace(model, vocab_size=vocab_size)
+    _validate_model(model)
+    return model
+
+
 def validate(config: Config) -> None:
     """Check values that types alone do not; fill in d_head and a learned table's size.
 
@@ -287,6 +303,16 @@ def validate(config: Config) -> None:
         if stage.prune and not sum(config.model.heads):
             raise ConfigError(f"stages[{i}].prune: model.n_heads leaves no head to prune")
         masked = [s.name for s in config.stages[:i] if s.prune and s.prune.remove == "never"]
+        keeps = [s.prune.keep for s in config.stages[:i] if s.prune and s.prune.keep is not None]
+        if (
+            stage.prune
+            and stage.prune.keep is not None
+            and stage.prune.keep > min(keeps, default=1)
+        ):
+            raise ConfigError(
+                f"stages[{i}].prune.keep: {stage.prune.keep} of the run's first heads cannot be "
+                f"left after a stage that keeps {min(keeps)}"
+            )
         if stage.prune and masked:
             raise ConfigError(
                 f"stages[{i}].prune: stage {masked[0]!r} before it has remove: never, so its "
@@ -462,7 +488,8 @@ def _check_path(config: Any, parts: list[str], key: str) -> None:
             node = node[int(index)]
         else:
             if OmegaConf.is_list(node):
-                raise ConfigError(f"override {key!r}: {here} is a list; write {here}[0].{part}")
+                right = f"{here}[{part}]" if part.isdigit() else f"{here}[0].{part}"
+                raise ConfigError(f"override {key!r}: {here} is a list; write {right}")
             section = _section(parts[:depth])
             if section is None:  # inside a free mapping
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 # Tensors here are tiny: on busy cores, waiting for a second thread made the suite six times as slow
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 
 @pytest.fixture(autouse=True)

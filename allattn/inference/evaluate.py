@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from allattn.config import ConfigError
 from allattn.data.lanes import Corpus
 from allattn.inference.load import Source, build_model
 from allattn.model.scoring import score_stream
@@ -39,9 +40,9 @@ def evaluate_source(
     }  # fmt: skip
     for key in ("seq_len", "mem_len", "clamp_len"):
         if changes[key] is not None and changes[key] < (0 if key == "mem_len" else 1):
-            raise ValueError(f"--{key.replace('_', '-')}: {changes[key]} is too small")
+            raise ConfigError(f"--{key.replace('_', '-')}: {changes[key]} is too small")
     if batch_size < 1:
-        raise ValueError(f"--batch-size: {batch_size} is too small")
+        raise ConfigError(f"--batch-size: {batch_size} is too small")
     model = build_model(
         source.weights, **{key: value for key, value in changes.items() if value is not None}
     )

@@ -8,11 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
 from allattn.inference.load import Source
 from allattn.model.transformer import count_parameters
-from allattn.training.state import FORMAT_VERSION, read_json, write_json
+from allattn.training.state import FORMAT_VERSION, read_json, save_tensors, write_json
 
 
 def export(source: Source, out: str | Path, overwrite: bool = False) -> Path:
@@ -41,10 +39,7 @@ def export(source: Source, out: str | Path, overwrite: bool = False) -> Path:
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     info = _info(source)
-    save_file(
-        {name: t.contiguous() for name, t in source.weights.parameters.items()},
-        partial / "model.safetensors",
-    )
+    save_tensors(partial / "model.safetensors", source.weights.parameters)
     tokenizer.save(partial)
     (partial / "README.md").write_text(_card(source, info), encoding="utf-8")
     write_json(partial / "config.json", info)

@@ -40,7 +40,11 @@ class Source:
         Raises:
             ValueError, FileNotFoundError: absent, or prepared with another tokenizer.
         """
-        corpus = Corpus(data_dir or self.data_dir)
+        try:
+            corpus = Corpus(data_dir or self.data_dir)
+        except FileNotFoundError as error:
+            hint = "" if data_dir else "; or name the prepared corpus with --data"
+            raise ValueError(f"{error}{hint}") from None
         if corpus.tokenizer.fingerprint() != self.tokenizer_fingerprint:
             raise ValueError(
                 f"{corpus.dir}: its tokenizer is not the one that {self.weights.path} was trained "
@@ -51,7 +55,7 @@ class Source:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer: beside the weights of an export, else in the corpus's folder."""
         folder = self.weights.path
-        if not (folder / "tokenizer.json").exists():
+        if "model_type" not in self.weights.info:  # a checkpoint; an export has its own
             folder = self.data_dir
         tokenizer = load_tokenizer(folder)
         if tokenizer.fingerprint() != self.tokenizer_fingerprint:

@@ -161,11 +161,12 @@ class HardConcrete:
             for a in log_alpha
         ]
 
-    def final(self, log_alpha: list[Tensor | None]) -> tuple[list[list[int]], int]:
-        """The heads that stay when the stage ends, and how many were still undecided.
+    def final(self, log_alpha: list[Tensor | None]) -> tuple[list[list[int]], dict[str, int]]:
+        """The heads that stay when the stage ends, and how ready the gates were for it.
 
         With `keep` exactly round(keep x the run's heads) stay: those with the largest log_alpha,
-        ties to the lower layer and head. Undecided: 0.1 < P(open) < 0.9.
+        ties to the lower layer and head. `undecided` counts gates with 0.1 < P(open) < 0.9,
+        `cut_open` those of the heads cut that evaluation still had open.
         """
         rows = [
             (-value, layer, head)
@@ -178,11 +179,15 @@ class HardConcrete:
             if a is not None
         )
         if self.config.keep is None:
-            return self.open_now(log_alpha), undecided
+            return self.open_now(log_alpha), {"undecided": undecided, "cut_open": 0}
         kept: list[list[int]] = [[] for _ in log_alpha]
         for _, layer, head in sorted(rows)[: heads_to_keep(self.config.keep, self.state.run_heads)]:
             kept[layer].append(head)
-        return [sorted(heads) for heads in kept], undecided
+        cut_open = sum(
+            len(set(is_open) - set(stay))
+            for is_open, stay in zip(self.open_now(log_alpha), kept, strict=True)
+        )
+        return [sorted(heads) for heads in kept], {"undecided": undecided, "cut_open": cut_open}
 
     def check_closed(self, log_alpha: list[Tensor | None]) -> list[list[int]]:
         """One check of `remove: {every: N}`: which heads to keep.

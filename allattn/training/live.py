@@ -93,9 +93,9 @@ class LiveModel:
         self.pruner = HardConcrete(prune, self.config.run.seed, state)
         self._rebuild(self.engine.snapshot())
 
-    def decide(self) -> int:
-        """End pruning: gates become masks; returns how many were undecided."""
-        kept, undecided = self.pruner.final(self.log_alphas())
+    def decide(self) -> dict[str, int]:
+        """End pruning: gates become masks; returns how ready they were (`HardConcrete.final`)."""
+        kept, readiness = self.pruner.final(self.log_alphas())
         self.masks, self.scales = kept, self.pruner.output_scales(kept)
         self.pruner = None
         snapshot = self.engine.snapshot()
@@ -106,7 +106,7 @@ class LiveModel:
                 without_gates(snapshot.adam_steps),
             )
         )
-        return undecided
+        return readiness
 
     def remove(self, kept: list[list[int]], memories: list[Memory | None]) -> int:
         """Cut all other heads out of weights, moments and memory; returns how many went.

@@ -62,8 +62,7 @@ def save_checkpoint(
         ("parameters", snapshot.parameters), ("optimizer", moments), ("memory", memory),
     ):  # fmt: skip
         path = partial / f"{name}.safetensors"
-        save_file({n: t.contiguous() for n, t in tensors.items()}, path)
-        _sync(path)
+        save_tensors(path, tensors)
     meta = {"format_version": FORMAT_VERSION, **meta, "adam_steps": snapshot.adam_steps}
     write_json(partial / "meta.json", meta)
     if final.exists():  # the same step again, after a resume
@@ -187,6 +186,15 @@ def _load_checkpoint_weights(folder: Path) -> Weights:
         parameters = cut_tensors(parameters, kept, config.d_head)
         config = cut_config(config, kept)
     return Weights(config, parameters, meta, folder)
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file and see it onto the disk."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)  # safetensors makes files that only their owner can read
+    _sync(path)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

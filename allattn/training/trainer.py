@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from allattn.config import Config, ConfigError, ModelConfig, save_config
+from allattn.config import Config, ConfigError, save_config, with_vocabulary
 from allattn.data.lanes import Corpus, Lanes
 from allattn.model.attention import choose
 from allattn.model.fused import flash_kernel_works
@@ -57,7 +58,7 @@ class Trainer:
         """
         self.config = config = dataclasses.replace(config)
         self.corpus = Corpus(config.data.dir)
-        config.model = _with_vocabulary(config.model, self.corpus)
+        config.model = with_vocabulary(config.model, self.corpus.vocab_size, self.corpus.dir)
         self.eos_id = self.corpus.tokenizer.eos_id
         self.lanes = Lanes(
             self.corpus.tokens("train"), config.train.batch_size, config.model.seq_len
@@ -83,11 +84,18 @@ class Trainer:
             self._start()
         if self.world.rank == 0:
             self.run_dir.mkdir(parents=True, exist_ok=True)
+            self.lock = _lock(self.run_dir)
             save_config(config, self.run_dir / "config.yaml")
         self.world.barrier()
         self.monitor = Monitor(
             self.run_dir, self.step, self.schedule.total_steps, active=self.world.rank == 0
         )
+        if resume:
+            self.monitor.say(
+                f"{self.run_dir}: continuing after step {self.step}"
+                if checkpoints
+                else f"{self.run_dir}: no checkpoint to resume from; starting at the first step"
+            )
         model, precision = config.model, config.train.precision
         way, why = choose(
             model.attention,
@@ -127,6 +135,8 @@ class Trainer:
                     self.save()
         finally:
             self.monitor.close()
+            if self.world.rank == 0:
+                self.lock.close()
 
     def _train_step(self, stage_step: int) -> None:
         stage = self.config.stages[self.stage]
@@ -195,14 +205,19 @@ class Trainer:
         """Decide on heads if the stage pruned, remove them as configured, and evaluate."""
         result = {"stage": self._stage_name(), "step": self.step}
         if self.live.pruner is not None:
-            undecided = self.live.decide()
+            readiness = self.live.decide()
             heads = self.live.open_by_layer()
-            self.monitor.event(
-                self._event("decision") | {"heads": heads, "undecided": undecided},
+            text = (
                 f"{sum(heads)} of {self.live.run_heads} heads stay {heads}; "
-                f"{undecided} gates were undecided (0.1 < P(open) < 0.9)",
+                f"{readiness['undecided']} gates were undecided (0.1 < P(open) < 0.9)"
             )
-            result["undecided"] = undecided
+            if readiness["cut_open"]:
+                text += (
+                    f"; warning: {readiness['cut_open']} of the heads cut were still open: give "
+                    "the stage more steps or a larger prune.gate_lr"
+                )
+            self.monitor.event(self._event("decision") | {"heads": heads} | readiness, text)
+            result |= readiness
             if self.config.stages[self.stage].prune.remove != "never":
                 self._remove(self.live.masks)
         valid = self._log_evaluation()
@@ -324,6 +339,7 @@ class Trainer:
                 "history": self.history,
                 "world_size": self.world.size,
                 "tokenizer": self.corpus.tokenizer.fingerprint(),
+                "corpus": self.corpus.splits["train"]["sha256"],
             }
             save_checkpoint(self.run_dir / "checkpoints", snapshot, memory, meta)
         self.world.barrier()
@@ -338,12 +354,22 @@ class Trainer:
         parameters = dict(TransformerLM(self.config.model).named_parameters())
         if self.config.run.init_from is not None:
             source = load_weights(self.config.run.init_from)
+            if source.config.heads != self.config.model.heads:
+                raise ConfigError(
+                    f"run.init_from: {source.path} has other heads; set model.n_heads="
+                    f"{source.config.heads} model.d_head={source.config.d_head}".replace(", ", ",")
+                )
             check_shapes(source.path, source.parameters, parameters)
             parameters = source.parameters
         self.live.start(parameters)
 
     def _restore(self, folder: Path) -> None:
-        snapshot, memory, meta = load_checkpoint(folder)
+        try:
+            snapshot, memory, meta = load_checkpoint(folder)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; delete {folder} to go on from the checkpoint before it"
+            ) from None
         _check_resumable(folder, meta, self.config, self.corpus)
         self.step, self.stage, self.history = meta["step"], meta["stage"], meta["history"]
         prune = self.config.stages[self.stage].prune
@@ -385,21 +411,6 @@ class Trainer:
         )
 
 
-def _with_vocabulary(model: ModelConfig, corpus: Corpus) -> ModelConfig:
-    if model.vocab_size not in (None, corpus.vocab_size):
-        raise ConfigError(
-            f"model.vocab_size: {model.vocab_size}, but {corpus.dir} has "
-            f"{corpus.vocab_size} tokens; leave it out, or prepare the data anew"
-        )
-    model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
-    if model.cutoffs and model.cutoffs[-1] >= corpus.vocab_size:
-        raise ConfigError(
-            f"model.cutoffs: the last one, {model.cutoffs[-1]}, must be below the vocabulary size "
-            f"{corpus.vocab_size}"
-        )
-    return model
-
-
 def _check_resumable(folder: Path, meta: dict[str, Any], config: Config, corpus: Corpus) -> None:
     """A run goes on with the model, data and lanes that it began with."""
     saved = meta["config"]
@@ -410,15 +421,44 @@ def _check_resumable(folder: Path, meta: dict[str, Any], config: Config, corpus:
     ]
     pairs += [("run.seed", saved["run"].get("seed"), config.run.seed)]
     for i, stage in enumerate(saved["stages"][: max(meta["stage"], 0) + 1]):
-        pairs.append((f"stages[{i}]", stage, now["stages"][i] if i < len(now["stages"]) else None))
+        wanted = now["stages"][i] if i < len(now["stages"]) else {}
+        pairs += _pairs(f"stages[{i}]", stage, wanted)
     for key, then, wanted in pairs:
         if then != wanted and key != "model.attention":
             raise ConfigError(
                 f"{key}: {wanted!r}, but the run in {folder.parent.parent} began with {then!r}; "
-                "resume with that, or start another run.name"
+                "resume with that, or start another run.name (add a stage to train for longer)"
             )
     if meta["tokenizer"] != corpus.tokenizer.fingerprint():
         raise ConfigError(f"data.dir: {corpus.dir} has another tokenizer than the run began with")
+    if meta["corpus"] != corpus.splits["train"]["sha256"]:
+        raise ConfigError(f"data.dir: {corpus.dir} has another text than the run began with")
+
+
+def _pairs(key: str, then: Any, now: Any) -> list[tuple[str, Any, Any]]:
+    """(path, value then, value now) of every leaf."""
+    if not isinstance(then, dict) or not isinstance(now, dict):
+        return [(key, then, now)]
+    both = [*then, *(k for k in now if k not in then)]
+    return [row for k in both for row in _pairs(f"{key}.{k}", then.get(k), now.get(k))]
+
+
+def _lock(run_dir: Path) -> IO[str]:
+    """Hold a run's folder; the lock goes with the process, however it ends.
+
+    Raises:
+        ConfigError: another process is writing there.
+    """
+    lock = (run_dir / ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise ConfigError(
+            f"{run_dir}: another process is writing to this run; wait for it, or choose another "
+            "run.name"
+        ) from None
+    return lock
 
 
 def _mix(*parts: int) -> int:

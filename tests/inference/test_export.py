@@ -161,7 +161,7 @@ def test_an_export_over_itself_is_refused(exported, fails, contents):
     assert contents(exported) == before
 
 
-@pytest.mark.parametrize("where", ["save_file", "write_json"])
+@pytest.mark.parametrize("where", ["save_tensors", "write_json"])
 def test_a_crash_leaves_the_old_export(
     exported, finished_run, monkeypatch, contents, where, tmp_path
 ):

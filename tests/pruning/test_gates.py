@@ -344,12 +344,14 @@ def test_exactly_k_stay(rows, keep):
     total = sum(len(row or []) for row in rows)
     state = HardConcreteState([len(row or []) for row in rows], total)
     log_alpha = [None if row is None else torch.tensor(row) for row in rows]
-    kept, undecided = HardConcrete(PruneConfig(keep=keep), 1, state).final(log_alpha)
+    kept, readiness = HardConcrete(PruneConfig(keep=keep), 1, state).final(log_alpha)
     k = math.floor(keep * total + 0.5)
     assert sum(map(len, kept)) == k
     assert kept == best_heads(rows, k)
     # of the levels, P(open) lies within 0.1 and 0.9 at -0.5, 0 and 0.5 only
-    assert undecided == sum(-1 < value < 1 for row in rows for value in row or [])
+    assert readiness["undecided"] == sum(-1 < value < 1 for row in rows for value in row or [])
+    n_open = sum(value > -0.8 for row in rows for value in row or [])  # P(open) > 0.5
+    assert readiness["cut_open"] == max(n_open - k, 0)
 
 
 @pytest.mark.parametrize(("keep", "n"), [(0.0, 0), (1.0, 12), (0.5, 6), (0.3, 4)])
@@ -372,8 +374,8 @@ def test_keep_is_a_share_of_the_runs_first_heads():
 def test_a_penalty_keeps_what_is_open():
     log_alpha = [torch.tensor([3.0, -3.0, 0.1]), None, torch.tensor([-5.0, -5.0])]
     state = HardConcreteState([3, 0, 2], 5)
-    kept, undecided = HardConcrete(PruneConfig(penalty=0.1), 1, state).final(log_alpha)
-    assert (kept, undecided) == ([[0, 2], [], []], 1)
+    kept, readiness = HardConcrete(PruneConfig(penalty=0.1), 1, state).final(log_alpha)
+    assert (kept, readiness) == ([[0, 2], [], []], {"undecided": 1, "cut_open": 0})
 
 
 def test_early_removal_needs_patience_and_stops_at_the_target():

@@ -131,8 +131,8 @@ def test_a_later_stage_may_be_changed_and_the_split_of_lanes_too(make_config, tr
         ("train.batch_size=2", "train.batch_size"),
         ("train.optimizer.lr=0.1", "train.optimizer"),
         ("run.seed=4", "run.seed"),
-        ("stages[0].steps=5", "stages[0]"),
-        ("stages[1].prune.keep=0.25", "stages[1]"),
+        ("stages[0].steps=5", "stages[0].steps"),
+        ("stages[1].prune.keep=0.25", "stages[1].prune.keep"),
     ],
 )
 def test_what_a_run_began_with_stays(make_config, train, contents, override, key):
