@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,8 +105,9 @@ class Attention(nn.Module):
         """
         B, (N, H) = h_BSD.shape[0], (self.n_heads, self.d_head)
         q_BTNH = self.query(h_BSD[:, -T:]).view(B, T, N, H)
-        # one product for both: the copy of the weights costs far less than a second pass over h
-        kv = F.linear(h_BSD, torch.cat([self.key.weight, self.value.weight]))
+        # what depends on the weights alone is made once where the weights do not change
+        once = cache.once if cache is not None else _anew
+        kv = F.linear(h_BSD, once("key_value", self._key_value))
         kv_2BNSH = kv.view(B, -1, 2, N, H).permute(2, 0, 3, 1, 4)
         if cache is None:
             r_NSH = self._project(positions_SD)
@@ -119,7 +121,7 @@ class Attention(nn.Module):
                 r_NSH,
                 self.content_bias,
                 self.position_bias,
-                *self._persistent(),
+                *once("persistent", lambda: self._persistent(keys_first=cache is None)),
                 visible.window,
                 visible.padding,
             )
@@ -134,19 +136,26 @@ class Attention(nn.Module):
                 heads_BTNH = heads_BTNH * gate[:, None, :, None].to(heads_BTNH.dtype)
         return F.linear(heads_BTNH.reshape(B, T, N * H), weight)
 
+    def _key_value(self) -> Tensor:
+        """Wk and Wv in one: the copy costs far less than a second pass over the input."""
+        return torch.cat([self.key.weight, self.value.weight])
+
     def _project(self, positions_SD: Tensor) -> Tensor:
         r_SD = self.position(positions_SD)
         return r_SD.view(-1, self.n_heads, self.d_head).transpose(0, 1)
 
-    def _persistent(self) -> tuple[Tensor, Tensor]:
-        """Kp and Vp, [N, P, H]; P is 0 for a Transformer-XL layer."""
+    def _persistent(self, keys_first: bool) -> tuple[Tensor, Tensor]:
+        """Kp and Vp, [N, P, H]; P is 0 for a Transformer-XL layer.
+
+        The forward pass wants the transpose of Kp: `keys_first` leaves it to be made each time.
+        """
         if not self.n_persistent:
             nothing = self.content_bias.new_empty(self.n_heads, 0, self.d_head)
             return nothing, nothing
-        return (
-            self.persistent_key * math.sqrt(self.d_head),
-            self.persistent_value * math.sqrt(self.n_persistent),
-        )
+        key = self.persistent_key * math.sqrt(self.d_head)
+        if not keys_first:
+            key = key.transpose(1, 2).contiguous().transpose(1, 2)
+        return key, self.persistent_value * math.sqrt(self.n_persistent)
 
     def _fused(self, q_BTNH: Tensor, visible: Visible) -> bool:
         """Whether this call takes the fused core."""
@@ -179,8 +188,15 @@ class Attention(nn.Module):
         return heads.transpose(1, 2)
 
 
+def _anew(name: str, make: Callable[[], Any]) -> Any:
+    """`KeyValues.once` where there is no cache."""
+    return make()
+
+
 class KeyValues:
     """A layer's keys and values of the last positions, for evaluation: a sliding buffer.
+
+    The weights must not change while it is in use.
 
     New positions are written behind the old ones; when the buffer is full, those still wanted move
     to its front. With a buffer of twice the memory that is one copied position for a new one, so
@@ -193,6 +209,7 @@ class KeyValues:
         self.start = self.end = 0
         self.buffer: Tensor | None = None
         self.projected: Tensor | None = None
+        self._made: dict[str, Any] = {}
 
     def append(self, kv_2BNTH: Tensor) -> Tensor:
         """Add T positions; all that are held, in order: [2, B, N, S, H], a view."""
@@ -214,6 +231,12 @@ class KeyValues:
         view = self.buffer[:, :, :, self.start : self.end]
         self.start = max(self.start, self.end - self.mem_len)
         return view
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` returned the first time."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
 
     def positions(self, positions_SD: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
         """r for distances S-1, ..., 0: [N, S, H]; projected once, as long as S does not grow."""

@@ -270,7 +270,8 @@ def _accumulate(
         torch.mul(part, sum_NX1, out=out_NXH)
         tiles: Iterable[tuple[slice, slice, int]] = ()
     else:
-        tiles = persistent_tiles(X, N, Vp.shape[1], scores.tile)
+        # one tile of scores at a time here, two in the backward pass: it may be twice as large
+        tiles = persistent_tiles(X, N, Vp.shape[1], 2 * scores.tile)
     for heads, cols, n_rows in tiles:
         KpT, Vp_tile = scores.KpT_NHP[heads, :, cols], Vp[heads, cols]
         for i, (q_t, out_t, sum_t) in enumerate(

@@ -143,8 +143,10 @@ class Scores:
     @cached_property
     def KpT_NHP(self) -> Tensor:
         """For the forward pass alone; the copy is slow enough not to be made for nothing."""
-        N, P, H = self.Kp_NPH.shape
-        return self.scratch("KpT", N, H, P).copy_(self.Kp_NPH.transpose(1, 2))
+        KpT_NHP = self.Kp_NPH.transpose(1, 2)
+        if KpT_NHP.is_contiguous():  # as evaluation keeps it
+            return KpT_NHP
+        return self.scratch("KpT", *KpT_NHP.shape).copy_(KpT_NHP)
 
     def persistent(self, q_NRH: Tensor, KpT_NHP: Tensor) -> Tensor:
         """Scores of a persistent tile, [n, R, P]."""
