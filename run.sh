@@ -34,8 +34,8 @@ demo() {
     "$allattn" evaluate "$run" --split test
     "$allattn" export "$run" --out exports/demo --overwrite
     echo
-    "$allattn" compare "dense=$run/checkpoints/step_00000400" \
-        "pruned=$run/checkpoints/step_00000600" "fine-tuned=$run/final" "exported=exports/demo" \
+    "$allattn" compare "dense=$run/checkpoints/step_00000300" \
+        "pruned=$run/checkpoints/step_00000450" "fine-tuned=$run/final" "exported=exports/demo" \
         --out "$run/compare"
     echo
     "$allattn" generate exports/demo --prompt "Anne " --max-new-tokens 80 --temperature 0.8 --top-k 40
