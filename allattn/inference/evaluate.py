@@ -18,7 +18,7 @@ from tqdm import tqdm
 from allattn.config import ConfigError
 from allattn.data.lanes import Corpus
 from allattn.inference.load import Source, build_model
-from allattn.model.scoring import score_stream
+from allattn.model.scoring import perplexity, score_stream
 from allattn.model.transformer import TransformerLM
 
 
@@ -81,8 +81,8 @@ def evaluate(model: TransformerLM, corpus: Corpus, split: str, batch_size: int) 
     return {
         "split": split,
         "loss": nats / n,
-        "ppl": _exp(nats / n),
-        "word_ppl": _exp(nats / counts["words"]),
+        "ppl": perplexity(nats / n),
+        "word_ppl": perplexity(nats / counts["words"]),
         "bits_per_byte": nats / math.log(2) / counts["bytes"],
         "tokens": int(n),
         "words": counts["words"],
@@ -97,7 +97,3 @@ def evaluate(model: TransformerLM, corpus: Corpus, split: str, batch_size: int) 
         ),
         "tokens_per_second": n / elapsed,
     }
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf

@@ -7,12 +7,18 @@ how many lanes there are. Segments stay where one lane would have put them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from allattn.model.transformer import Memory, Output, TransformerLM
+
+
+def perplexity(loss: float) -> float:
+    """exp of nats a token (or word); infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 @torch.no_grad()

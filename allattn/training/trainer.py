@@ -17,7 +17,7 @@ from allattn.config import Config, ConfigError, save_config, with_vocabulary
 from allattn.data.lanes import Corpus, Lanes
 from allattn.model.attention import choose
 from allattn.model.fused import flash_kernel_works
-from allattn.model.scoring import score_stream
+from allattn.model.scoring import perplexity, score_stream
 from allattn.model.transformer import Memory, TransformerLM
 from allattn.pruning.schedule import Schedule, lr_factor
 from allattn.training.engine import connect
@@ -271,7 +271,7 @@ class Trainer:
             )
         nats, tokens = self.world.sum(total).tolist()
         self.clock += time.perf_counter() - started  # training speed leaves evaluation out
-        return {"loss": nats / tokens, "ppl": _exp(nats / tokens)}
+        return {"loss": nats / tokens, "ppl": perplexity(nats / tokens)}
 
     def _log_evaluation(self) -> dict[str, float]:
         result = self._evaluate("valid")
@@ -290,7 +290,7 @@ class Trainer:
         elapsed = time.perf_counter() - self.clock
         line = self._line("train") | {
             "loss": loss,
-            "ppl": _exp(loss),
+            "ppl": perplexity(loss),
             "tokens": self.step * self.config.train.batch_size * self.config.model.seq_len,
             "tokens_per_second": self.clock_tokens / elapsed,
             "lr": lrs["matrices"],
@@ -463,7 +463,3 @@ def _lock(run_dir: Path) -> IO[str]:
 
 def _mix(*parts: int) -> int:
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0]) >> 1
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else float("inf")
