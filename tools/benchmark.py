@@ -289,23 +289,29 @@ def benchmark_scaling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def stack_step(config: ModelConfig, batch: int, train: bool) -> Callable[[], None]:
-    """A pass through the layers alone (no embedding, no softmax), forward or with backward."""
-    model = TransformerLM(config).to(device()).train(train)
-    shape = (batch, config.seq_len, config.d_model)
-    x = torch.randn(shape, device=device())
-    memory = torch.randn(batch, config.mem_len, config.d_model, device=device())
-    positions = model._positions(config.mem_len + config.seq_len, x.dtype)
-    visible = model._visible(config.seq_len, config.mem_len, None)
+    """A pass through the layers alone (no embedding, no softmax) with full memory.
 
-    def run() -> None:
+    With backward and recomputed memory as in training, or forward with cached memory.
+    """
+    model = TransformerLM(config).to(device()).train(train)
+    T, M = config.seq_len, config.mem_len
+    x = torch.randn(batch, T, config.d_model, device=device())
+    memory = torch.randn(batch, M, config.d_model, device=device())
+    kept = model.empty_cache().hidden if not train else [memory] * config.n_layers
+
+    def run(M: int = M) -> None:
+        positions, visible = model._positions(M + T, x.dtype), model._visible(T, M, None)
         with torch.set_grad_enabled(train):
             h = x.clone().requires_grad_(train)
-            for layer in model.layers:
-                h = layer(h, None if layer.attention is None else memory, positions, visible)
+            for layer, old in zip(model.layers, kept, strict=True):
+                h = layer(h, None if layer.attention is None else old, positions, visible)
             if train:
                 h.sum().backward()
                 model.zero_grad(set_to_none=True)
 
+    if not train:
+        for held in range(0, M, T):  # fill the caches
+            run(held)
     return run
 
 

@@ -27,13 +27,13 @@ def persistent_tiles(
     """(heads, persistent vectors, queries in a tile) for each group of heads and vectors."""
     if P == 0:
         return
-    n_heads = 2 if N % 2 == 0 else N  # bmm and elementwise loops split over heads: one a core
     n_cols = -(-P // -(-P // _MAX_COLUMNS))
-    n_rows = max(16, tile // (n_heads * n_cols))
-    n_rows = -(-n_queries // -(-n_queries // n_rows))  # equal tiles rather than a short last one
-    for n in range(0, N, n_heads):
+    for n in range(0, N, 2):  # bmm splits over heads: one a core, and an odd last one over both
+        heads = slice(n, min(n + 2, N))
+        n_rows = max(16, tile // ((heads.stop - n) * n_cols))
+        n_rows = -(-n_queries // -(-n_queries // n_rows))  # equal tiles rather than a short last
         for p in range(0, P, n_cols):
-            yield slice(n, n + n_heads), slice(p, min(p + n_cols, P)), n_rows
+            yield heads, slice(p, min(p + n_cols, P)), n_rows
 
 
 @dataclass(frozen=True)
