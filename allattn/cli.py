@@ -218,9 +218,11 @@ def _show(args: argparse.Namespace) -> None:
 def describe(config: Config) -> dict[str, Any]:
     """What `show` shows: see DESIGN section 8."""
     from allattn.model.transformer import count_parameters, flops_per_token
-    from allattn.pruning.schedule import Schedule, heads_to_keep
+    from allattn.pruning.budget import target_heads
+    from allattn.pruning.schedule import Schedule
+    from allattn.training.state import with_structure
 
-    model = config.model
+    model = with_structure(config)
     if model.vocab_size is None and (Path(config.data.dir) / "data.json").exists():
         from allattn.data.lanes import Corpus
 
@@ -232,12 +234,13 @@ def describe(config: Config) -> dict[str, Any]:
     if not known:
         parts["vocabulary"] = None
     stages, ends, heads = [], Schedule(config.stages).ends, sum(model.heads)
-    for stage, end in zip(config.stages, ends, strict=True):
+    for i, (stage, end) in enumerate(zip(config.stages, ends, strict=True)):
         what = f"lr {stage.lr.schedule}"
+        if stage.distill is not None:
+            what += f", distill {stage.distill.weight}"
         if stage.prune is not None:
-            target = f"penalty {stage.prune.penalty}"
-            if stage.prune.keep is not None:
-                target = f"{heads_to_keep(stage.prune.keep, heads)} of {heads} heads stay"
+            k = target_heads(stage.prune, model, f"stages[{i}].prune")
+            target = f"penalty {stage.prune.penalty}" if k is None else f"{k} of {heads} heads stay"
             what += f"; {stage.prune.method}: {target}, remove {stage.prune.remove}"
         stages.append(
             {

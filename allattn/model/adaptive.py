@@ -1,12 +1,14 @@
 """From token ids to vectors and back to log-probabilities: plain tied, or adaptive by frequency.
 
-Both classes have the same methods: `forward(ids)`, `nll(h, targets)` and `log_probs(h)`.
+Both classes have the same methods: `forward(ids)`, `nll(h, targets)` and `log_probs(h)`;
+`divergence` compares what two models predict.
 Shapes: B batch, T tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ class TiedVocabulary(nn.Module):
     def __init__(self, vocab_size: int, d_model: int):
         """Allocate; `transformer.init_weights` gives values."""
         super().__init__()
+        self.vocab_size = vocab_size
         self.embedding = nn.Parameter(torch.empty(vocab_size, d_model))
         self.bias = nn.Parameter(torch.empty(vocab_size))
 
@@ -67,6 +70,7 @@ class AdaptiveVocabulary(nn.Module):
     def __init__(self, vocab_size: int, d_model: int, cutoffs: list[int], div_value: int):
         """Allocate; `transformer.init_weights` gives values."""
         super().__init__()
+        self.vocab_size = vocab_size
         self.edges = [0, *cutoffs, vocab_size]
         self.d_model = d_model
         sizes = [high - low for low, high in zip(self.edges, self.edges[1:], strict=False)]
@@ -146,6 +150,43 @@ class AdaptiveVocabulary(nn.Module):
         if len(self.projections):
             h = h @ (self.output_projection if c == 0 else self.projections[c])
         return F.linear(h, self.embeddings[c], self.biases[c])
+
+
+@dataclass
+class SoftTargets:
+    """What another, frozen model predicts for the same tokens.
+
+    Attributes:
+        vocabulary: that model's.
+        h_BTD: what it gives its vocabulary.
+        temperature: softens both predictions.
+    """
+
+    vocabulary: TiedVocabulary | AdaptiveVocabulary
+    h_BTD: Tensor
+    temperature: float
+
+
+def divergence(
+    vocabulary: TiedVocabulary | AdaptiveVocabulary, h_BTD: Tensor, soft: SoftTargets
+) -> Tensor:
+    """Distillation (Hinton et al. 2015): temperature^2 KL(soft || these), [B, T] in nats.
+
+    Never a [tokens, vocabulary] matrix for all tokens: some at a time, as in `nll`.
+    """
+    size = max(_LOGITS // (4 * vocabulary.vocab_size), 1)
+    parts = zip(h_BTD.flatten(0, 1).split(size), soft.h_BTD.flatten(0, 1).split(size), strict=True)
+    rows = [checkpoint(_divergence, vocabulary, h, soft, s, use_reentrant=False) for h, s in parts]
+    return torch.cat(rows).view(h_BTD.shape[:2])
+
+
+def _divergence(
+    vocabulary: TiedVocabulary | AdaptiveVocabulary, h: Tensor, soft: SoftTargets, soft_h: Tensor
+) -> Tensor:
+    log_q = (vocabulary.log_probs(h) / soft.temperature).log_softmax(-1)
+    with torch.no_grad():
+        log_p = (soft.vocabulary.log_probs(soft_h) / soft.temperature).log_softmax(-1)
+    return soft.temperature**2 * F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 
 
 def _wide(x: Tensor) -> Tensor:

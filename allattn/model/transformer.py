@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from allattn.config import ModelConfig
-from allattn.model.adaptive import AdaptiveVocabulary, TiedVocabulary
+from allattn.model.adaptive import (
+    AdaptiveVocabulary,
+    SoftTargets,
+    TiedVocabulary,
+    divergence,
+)
 from allattn.model.attention import Attention, KeyValues
 from allattn.model.positions import Visible, falling_distances, sinusoids
 
@@ -43,6 +48,7 @@ class Output:
     memory: Memory
     nll: Tensor | None = None  # [B, T] nats, when targets were given
     log_probs: Tensor | None = None  # [B, T or 1, V], when they were not
+    divergence: Tensor | None = None  # [B, T] nats, from soft targets, when these were given
 
 
 class FeedForward(nn.Module):
@@ -144,6 +150,7 @@ class TransformerLM(nn.Module):
         memory: Memory | None = None,
         padding_B: Tensor | None = None,
         last_only: bool = False,
+        soft_targets: SoftTargets | None = None,
     ) -> Output:
         """Run one segment.
 
@@ -153,6 +160,7 @@ class TransformerLM(nn.Module):
             memory: what the last segment returned; None at the start of a stream.
             padding_B: at the start of a stream, how many of the first tokens are only padding.
             last_only: log-probabilities of the last position alone.
+            soft_targets: with targets: what another model predicts, to learn from as well.
 
         Returns:
             nll with targets, else log_probs; and the memory for the next segment.
@@ -160,7 +168,8 @@ class TransformerLM(nn.Module):
         x, memory = self.hidden(ids_BT, memory, padding_B)
         x = self.dropout(self.norm(x))
         if targets_BT is not None:
-            return Output(memory, nll=self.vocabulary.nll(x, targets_BT))
+            soft = None if soft_targets is None else divergence(self.vocabulary, x, soft_targets)
+            return Output(memory, nll=self.vocabulary.nll(x, targets_BT), divergence=soft)
         return Output(memory, log_probs=self.vocabulary.log_probs(x[:, -1:] if last_only else x))
 
     def empty_cache(self) -> Memory:
@@ -303,10 +312,20 @@ def flops_per_token(config: ModelConfig) -> int:
     Positions are projected once for all sequences, and of an adaptive softmax every token needs
     only the head; neither positions nor rarer clusters are counted.
     """
-    D, H = config.d_model, config.d_head
-    keys = config.mem_len + 1 if config.same_length else config.mem_len + (config.seq_len + 1) / 2
-    head = 8 * D * H + 6 * H * keys + 4 * H * config.n_persistent
-    layers = sum(n * head + 4 * D * config.d_ff for n in config.heads)
+    D = config.d_model
+    layers = sum(config.heads) * head_flops(config) + config.n_layers * feed_forward_flops(config)
     first = config.cutoffs[0] + len(config.cutoffs) if config.cutoffs else config.vocab_size
     projection = 4 * D * D if config.div_value > 1 else 0  # of the input and of the head
     return round(layers + 2 * D * first + projection)
+
+
+def head_flops(config: ModelConfig) -> float:
+    """What one head adds to `flops_per_token`."""
+    D, H = config.d_model, config.d_head
+    keys = config.mem_len + 1 if config.same_length else config.mem_len + (config.seq_len + 1) / 2
+    return 8 * D * H + 6 * H * keys + 4 * H * config.n_persistent
+
+
+def feed_forward_flops(config: ModelConfig) -> int:
+    """What one layer's feed-forward block adds to `flops_per_token`."""
+    return 4 * config.d_model * config.d_ff

@@ -56,3 +56,20 @@ def ramp(prune: PruneConfig, step: int) -> float:
 def heads_to_keep(keep: float, initial_heads: int) -> int:
     """The exact head count of a target: halves round up, so that 0.5 of 3 heads is 2."""
     return min(math.floor(keep * initial_heads + 0.5), initial_heads)
+
+
+def heads_at(prune: PruneConfig, step: int, steps: int, start: int, end: int) -> int:
+    """Gradual pruning by scores: heads open after the cut at a step (1 to `steps`) of a stage.
+
+    From `start` to `end` over `warmup_steps` (0: the whole stage): along a line, or along the cubic
+    of Zhu and Gupta 2017, which cuts most at the beginning. Halves round up.
+    """
+    progress = min(step / (prune.warmup_steps or steps), 1.0)
+    left = (1 - progress) ** (3 if prune.schedule == "cubic" else 1)
+    return math.floor(end + (start - end) * left + 0.5)
+
+
+def annealed(temperature: Sequence[float], step: int, steps: int) -> float:
+    """From the first temperature to the second, by the same factor at every step."""
+    first, last = temperature
+    return first * (last / first) ** (step / max(steps - 1, 1))

@@ -7,6 +7,7 @@ state out of the engine, changed by name, into a fresh model in a fresh engine.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ from torch import Tensor
 
 from allattn.config import Config, ModelConfig, PruneConfig
 from allattn.model.transformer import Memory, TransformerLM
-from allattn.pruning.gates import HardConcrete, HardConcreteState, MaskGate, log_alphas
+from allattn.pruning.budget import target_heads
+from allattn.pruning.gates import MaskGate, log_alphas
+from allattn.pruning.importance import Stream, head_scores
+from allattn.pruning.methods import Method, PruningState, Scored, build_method
 from allattn.pruning.removal import cut_config, cut_tensors, fold_output_scales, without_gates
 from allattn.training.engine import World, build_engine
 from allattn.training.state import Snapshot, check_shapes
@@ -37,7 +41,7 @@ class LiveModel:
         """An empty shell; `start` or `restore` fills it."""
         self.config, self.world, self.n_micro = config, world, n_micro
         self.shape = config.model
-        self.pruner: HardConcrete | None = None
+        self.pruner: Method | None = None
         self.masks: list[list[int]] | None = None
         self.scales: list[float] | None = None
         self.run_heads = sum(config.model.heads)
@@ -77,8 +81,8 @@ class LiveModel:
         self.masks, self.scales = meta["masks"], meta["scales"]
         self.run_heads, self.head_ids = meta["run_heads"], meta["head_ids"]
         if meta["pruner"] is not None:
-            state = HardConcreteState(**meta["pruner"])
-            self.pruner = HardConcrete(prune, self.config.run.seed, state)
+            state = PruningState(**meta["pruner"])
+            self.pruner = build_method(prune, self.config.run.seed, state)
         with torch.device("meta"):
             expected = TransformerLM(self.shape)
             if self.pruner is not None:
@@ -89,12 +93,41 @@ class LiveModel:
     def begin_pruning(self, prune: PruneConfig) -> None:
         """Give every head a gate; weights and their moments stay as they are."""
         assert self.masks is None
-        state = HardConcreteState(list(self.shape.heads), self.run_heads)
-        self.pruner = HardConcrete(prune, self.config.run.seed, state)
+        target = target_heads(prune, self.config.model)
+        state = PruningState(list(self.shape.heads), self.run_heads, target)
+        self.pruner = build_method(prune, self.config.run.seed, state)
         self._rebuild(self.engine.snapshot())
 
-    def decide(self) -> dict[str, int]:
-        """End pruning: gates become masks; returns how ready they were (`HardConcrete.final`)."""
+    def draw(self, step: int, stage_step: int, stage_steps: int, lanes: range) -> None:
+        """Noise of the gates for the lanes of one forward pass."""
+        if self.pruner is not None:
+            self.pruner.draw(
+                self.engine.module, step, stage_step, stage_steps, lanes,
+                self.head_ids, self.config.model.heads,
+            )  # fmt: skip
+
+    def cut(self, n_open: int, streams: Callable[[], Iterable[Stream]], step: int) -> None:
+        """Score the heads and close all but the best; the weights stay (`methods.Scored`).
+
+        Args:
+            n_open: heads that stay open.
+            streams: calibration text of this rank.
+            step: of the run, for `random`.
+        """
+        assert isinstance(self.pruner, Scored)
+        model = self._plain(self.engine.snapshot()).to(self.world.device)
+        scores = head_scores(
+            self.pruner.config, model, streams, [self.config.run.seed, step], self.world.sum
+        )
+        self.pruner.cut(scores, n_open)
+        self.pruner.show(self.engine.module)
+
+    def check_closed(self) -> list[list[int]]:
+        """By layer the heads that a check of `remove: {every: N}` leaves."""
+        return self.pruner.check_closed(self.log_alphas())
+
+    def decide(self) -> dict[str, Any]:
+        """End pruning: gates become masks; returns how ready they were (`Method.final`)."""
         kept, readiness = self.pruner.final(self.log_alphas())
         self.masks, self.scales = kept, self.pruner.output_scales(kept)
         self.pruner = None
@@ -156,6 +189,15 @@ class LiveModel:
         """A fresh model of the present shape with this state, in a fresh engine."""
         if self.engine is not None:
             self.engine.close()
+        model = self._plain(snapshot)
+        model.checkpoint_layers = self.config.train.activation_checkpointing
+        if self.config.train.compile:
+            for layer in model.layers:
+                layer.compile(dynamic=False)
+        self.engine = build_engine(model, self.config, self.world, self.n_micro, snapshot)
+
+    def _plain(self, snapshot: Snapshot) -> TransformerLM:
+        """A model of the present shape with these weights and the present gates, on the CPU."""
         model = TransformerLM(self.shape)
         if self.pruner is not None:
             self.pruner.attach(model)
@@ -167,8 +209,4 @@ class LiveModel:
             for name, parameter in model.named_parameters():
                 if name in snapshot.parameters:  # gates that begin now have no value yet
                     parameter.copy_(snapshot.parameters[name])
-        model.checkpoint_layers = self.config.train.activation_checkpointing
-        if self.config.train.compile:
-            for layer in model.layers:
-                layer.compile(dynamic=False)
-        self.engine = build_engine(model, self.config, self.world, self.n_micro, snapshot)
+        return model

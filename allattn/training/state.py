@@ -7,6 +7,7 @@ many ranks wrote it. Nothing is pickled.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -20,12 +21,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from allattn.config import ModelConfig, PruneConfig, model_config_from_dict
+from allattn.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    PruneConfig,
+    model_config_from_dict,
+)
 from allattn.model.transformer import TransformerLM
-from allattn.pruning.gates import HardConcrete, HardConcreteState, log_alphas
+from allattn.pruning.gates import log_alphas
+from allattn.pruning.methods import PruningState, build_method
 from allattn.pruning.removal import cut_config, cut_tensors, fold_output_scales, without_gates
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _CHECKPOINT = re.compile(r"step_(\d{8,})")
 
@@ -178,7 +186,7 @@ def _load_checkpoint_weights(folder: Path) -> Weights:
     kept, scales = meta["masks"], meta["scales"]
     if meta["pruner"] is not None:
         prune = PruneConfig(**meta["config"]["stages"][meta["stage"]]["prune"])
-        method = HardConcrete(prune, 0, HardConcreteState(**meta["pruner"]))
+        method = build_method(prune, 0, PruningState(**meta["pruner"]))
         kept = method.open_now(log_alphas(parameters, config.n_layers))
         scales = method.output_scales(kept)
     if kept is not None:
@@ -186,6 +194,32 @@ def _load_checkpoint_weights(folder: Path) -> Weights:
         parameters = cut_tensors(parameters, kept, config.d_head)
         config = cut_config(config, kept)
     return Weights(config, parameters, meta, folder)
+
+
+def with_structure(config: Config, checkpoint: Path | None = None) -> ModelConfig:
+    """The model of a run's first step: `run.init_structure` gives it the head counts of another.
+
+    Args:
+        config: of the run.
+        checkpoint: one of the run, which then knows what it began with.
+
+    Raises:
+        ConfigError, ValueError: that one does not fit, or is not there.
+    """
+    if config.run.init_structure is None:
+        return config.model
+    if config.run.init_from is not None:
+        raise ConfigError("run.init_structure: init_from brings its own heads; set one of the two")
+    if checkpoint is not None:
+        began = read_meta(checkpoint)["config"]["model"]
+        return dataclasses.replace(config.model, n_heads=began["n_heads"], d_head=began["d_head"])
+    source = load_weights(config.run.init_structure).config
+    if source.n_layers != config.model.n_layers:
+        raise ConfigError(
+            f"run.init_structure: {config.run.init_structure} has {source.n_layers} layers; set "
+            f"model.n_layers={source.n_layers}"
+        )
+    return dataclasses.replace(config.model, n_heads=source.heads, d_head=source.d_head)
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import math
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,16 +18,21 @@ from allattn.model.attention import choose
 from allattn.model.fused import flash_kernel_works
 from allattn.model.scoring import perplexity, score_stream
 from allattn.model.transformer import Memory, TransformerLM
+from allattn.pruning.budget import target_heads
+from allattn.pruning.importance import Stream
 from allattn.pruning.schedule import Schedule, lr_factor
+from allattn.training.distill import Teacher, first_stage, save_teacher
 from allattn.training.engine import connect
 from allattn.training.live import LiveModel
 from allattn.training.monitor import Monitor
+from allattn.training.run_folder import check_resumable, lock_folder
 from allattn.training.state import (
     check_shapes,
     checkpoints_of,
     load_checkpoint,
     load_weights,
     save_checkpoint,
+    with_structure,
 )
 
 
@@ -58,7 +62,14 @@ class Trainer:
         """
         self.config = config = dataclasses.replace(config)
         self.corpus = Corpus(config.data.dir)
+        self.run_dir = Path(config.run.dir) / config.run.name
+        checkpoints = checkpoints_of(self.run_dir)
+        # of a run that goes on, the structure is settled, wherever it came from
+        config.model = with_structure(config, checkpoints[-1] if checkpoints else None)
         config.model = with_vocabulary(config.model, self.corpus.vocab_size, self.corpus.dir)
+        for i, stage in enumerate(config.stages):
+            if stage.prune is not None:
+                target_heads(stage.prune, config.model, f"stages[{i}].prune")
         self.eos_id = self.corpus.tokenizer.eos_id
         self.lanes = Lanes(
             self.corpus.tokens("train"), config.train.batch_size, config.model.seq_len
@@ -66,8 +77,6 @@ class Trainer:
         self.schedule = Schedule(config.stages)
         self.world = connect(config)
         self._split_lanes()
-        self.run_dir = Path(config.run.dir) / config.run.name
-        checkpoints = checkpoints_of(self.run_dir)
         if self.run_dir.exists() and not resume:
             raise ConfigError(
                 f"{self.run_dir}: the run's folder exists; continue it with --resume, or choose "
@@ -77,6 +86,9 @@ class Trainer:
         self.live = LiveModel(config, self.world, self.n_micro)
         self.history: list[dict[str, Any]] = []
         self.memories: list[Memory | None] = [None] * self.n_micro
+        self.teacher: Teacher | None = None
+        self.pruning: dict[str, Any] = {}  # what the method logged of the last step
+        self.warned: set[str] = set()
         self.world.barrier()  # every rank has looked at the folder before rank 0 makes it
         if checkpoints:
             self._restore(checkpoints[-1])
@@ -84,7 +96,7 @@ class Trainer:
             self._start()
         if self.world.rank == 0:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            self.lock = _lock(self.run_dir)
+            self.lock = lock_folder(self.run_dir)
             save_config(config, self.run_dir / "config.yaml")
         self.world.barrier()
         self.monitor = Monitor(
@@ -128,9 +140,11 @@ class Trainer:
                 if stage_ends:
                     self._finish_stage()
                 else:
+                    self._cut_if_due(stage_step + 1)
                     self._remove_closed(stage_step + 1)
                     if self.step % every.eval_every == 0:
                         self._log_evaluation()
+                        self._warn(at_end=False)
                 if stage_ends or self.step % every.save_every == 0 or self.step == end:
                     self.save()
         finally:
@@ -142,43 +156,56 @@ class Trainer:
         stage = self.config.stages[self.stage]
         if self.lanes.starts_pass(self.step):
             self.memories = [None] * self.n_micro
+            if self.teacher is not None:
+                self.teacher.forget()
         # dropout's noise is a function of seed, step and rank: resuming needs no generator state
         torch.manual_seed(_mix(self.config.run.seed, self.step, self.world.rank))
-        model = self.live.engine.module
+        model, pruner = self.live.engine.module, self.live.pruner
         model.train()
-        if self.live.pruner is not None:
-            self.live.pruner.draw(model, self.step)
-        pruning: dict[str, float] = {}
         losses = []
         for m in range(self.n_micro):
-            first = self.first_lane + m * self.micro_lanes
-            inputs, targets = self.lanes.batch(self.step, first, first + self.micro_lanes)
-            device = self.world.device
+            lanes = self._micro_lanes(m)
+            inputs, targets = self._batch(self.step, lanes)
+            self.live.draw(self.step, stage_step, stage.steps, lanes)
             with self._autocast():
-                output = self.live.engine(inputs.to(device), targets.to(device), self.memories[m])
-                loss = output.nll.mean()
-            losses.append(loss.detach())
-            if self.live.pruner is not None:
-                term, pruning = self.live.pruner.objective(model, stage_step)
-                loss = loss + term
+                soft = None
+                if stage.distill is not None:
+                    soft = self.teacher(m, inputs, stage.distill.temperature)
+                output = self.live.engine(inputs, targets, self.memories[m], soft_targets=soft)
+                terms = [output.nll.mean()]
+                if soft is not None:
+                    terms.append(output.divergence.mean())
+            losses.append(torch.stack([term.detach().double() for term in terms]))
+            weight = 0.0 if soft is None else stage.distill.weight
+            loss = terms[0] if soft is None else (1 - weight) * terms[0] + weight * terms[1]
+            if pruner is not None:
+                term, self.pruning = pruner.objective(model, stage_step)
+                loss = loss if term is None else loss + term.to(loss.device)
             self.memories[m] = output.memory
             self.live.engine.backward(loss, last=m == self.n_micro - 1)
-        mean_loss = torch.stack(losses).mean().double()
-        cross_entropy = float(self.world.sum(mean_loss)) / self.world.size
-        if not math.isfinite(cross_entropy):
+        means = self.world.sum(torch.stack(losses).mean(0)) / self.world.size
+        cross_entropy = float(means[0])
+        if not means.isfinite().all():
             raise NonFiniteLoss(
                 f"step {self.step}: the loss is {cross_entropy}; the weights are still those of "
                 "the step before (lower train.optimizer.lr, or set train.clip_norm)"
             )
         lrs = self._learning_rates(stage_step)
         grad_norm = self.live.engine.step(lrs)
-        if self.live.pruner is not None:
-            self.live.pruner.after_step(pruning["expected_heads"], stage_step)
+        if pruner is not None:
+            pruner.after_step(self.pruning, stage_step)
         self.step += 1
         self.clock_tokens += self.config.train.batch_size * self.config.model.seq_len
         self.monitor.advance()
         if self.step % self.config.train.log_every == 0:
-            self._log_step(stage.name, cross_entropy, lrs, grad_norm, pruning)
+            extra = {} if pruner is None else self.pruning
+            if stage.distill is not None:
+                extra = extra | {
+                    "distill": float(means[1]),
+                    "distill_weight": weight,
+                    "cross_entropy_weight": 1 - weight,
+                }
+            self._log_step(cross_entropy, lrs, grad_norm, extra)
 
     def _learning_rates(self, stage_step: int) -> dict[str, float]:
         stage = self.config.stages[self.stage]
@@ -192,7 +219,14 @@ class Trainer:
     # ---- stages and removal -----------------------------------------------------------------
 
     def _begin_stage(self, stage: int) -> None:
-        self.stage = stage
+        self.stage, self.pruning, self.warned = stage, {}, set()
+        if stage == first_stage(self.config):
+            snapshot = self.live.engine.snapshot()
+            if self.world.rank == 0:
+                save_teacher(self.run_dir, self.live.engine.module, snapshot.parameters)
+            self.world.barrier()
+        if self.config.stages[stage].distill is not None and self.teacher is None:
+            self.teacher = Teacher(self.run_dir, self.world.device, self.n_micro)
         prune = self.config.stages[stage].prune
         if prune is not None:
             self.live.begin_pruning(prune)
@@ -200,11 +234,14 @@ class Trainer:
             self._event("stage") | {"step": self.step + 1},  # the step to come
             f"begins: {self.config.stages[stage].steps} steps, {sum(self.live.shape.heads)} heads",
         )
+        self._cut_if_due(0)
 
     def _finish_stage(self) -> None:
         """Decide on heads if the stage pruned, remove them as configured, and evaluate."""
         result = {"stage": self._stage_name(), "step": self.step}
         if self.live.pruner is not None:
+            self._cut_if_due(self.config.stages[self.stage].steps)
+            self._warn(at_end=True)
             readiness = self.live.decide()
             heads = self.live.open_by_layer()
             text = (
@@ -223,13 +260,52 @@ class Trainer:
         valid = self._log_evaluation()
         self.history.append(result | {"ppl": valid["ppl"], "heads": self.live.open_by_layer()})
 
+    def _warn(self, at_end: bool) -> None:
+        """Say what looks wrong with the gates, each thing once a stage."""
+        if self.live.pruner is None:
+            return
+        log_alphas = self.live.log_alphas()
+        for text in self.live.pruner.warnings(log_alphas, self.pruning, at_end):
+            if text not in self.warned:
+                self.warned.add(text)
+                self.monitor.event(self._event("warning") | {"text": text}, f"warning: {text}")
+
+    def _cut_if_due(self, stage_step: int) -> None:
+        """Methods that score heads: close as many as are due after so many steps of the stage."""
+        stage = self.config.stages[self.stage]
+        k = self.live.pruner and self.live.pruner.cut_due(stage_step, stage.steps)
+        if k is None:
+            return
+        with self._autocast():
+            self.live.cut(k, lambda: map(self._calibration, range(self.n_micro)), self.step)
+        heads = self.live.open_by_layer()
+        self.monitor.event(
+            # a stage's first cut belongs to the step to come, as its beginning does
+            self._event("cut") | {"step": self.step + (stage_step == 0), "heads": heads},
+            f"{stage.prune.method}: {sum(heads)} heads stay open {heads}",
+        )
+
+    def _calibration(self, micro: int) -> Stream:
+        """The next segments of a micro-batch's lanes."""
+        for k in range(self.config.stages[self.stage].prune.batches):
+            yield self._batch(self.step + k, self._micro_lanes(micro))
+
+    def _micro_lanes(self, micro: int) -> range:
+        """Global numbers of the lanes of one of this rank's micro-batches."""
+        first = self.first_lane + micro * self.micro_lanes
+        return range(first, first + self.micro_lanes)
+
+    def _batch(self, step: int, lanes: range) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.lanes.batch(step, lanes.start, lanes.stop)
+        return inputs.to(self.world.device), targets.to(self.world.device)
+
     def _remove_closed(self, stage_steps_done: int) -> None:
         """`remove: {every: N}`: cut the heads that have been closed long enough."""
         prune = self.config.stages[self.stage].prune
         if prune is None or not isinstance(prune.remove, dict):
             return
         if stage_steps_done % prune.remove["every"] == 0:
-            kept = self.live.pruner.check_closed(self.live.log_alphas())
+            kept = self.live.check_closed()
             if sum(map(len, kept)) < sum(self.live.shape.heads):
                 self._remove(kept)
 
@@ -280,12 +356,7 @@ class Trainer:
         return result
 
     def _log_step(
-        self,
-        stage: str,
-        loss: float,
-        lrs: dict[str, float],
-        grad_norm: float,
-        pruning: dict[str, float],
+        self, loss: float, lrs: dict[str, float], grad_norm: float, extra: dict[str, Any]
     ) -> None:
         elapsed = time.perf_counter() - self.clock
         line = self._line("train") | {
@@ -296,8 +367,8 @@ class Trainer:
             "lr": lrs["matrices"],
             "grad_norm": grad_norm,
             "sparsity": 1 - sum(self.live.open_by_layer()) / max(self.live.run_heads, 1),
-            **({"gate_lr": lrs["gates"]} if pruning else {}),
-            **pruning,
+            **({"gate_lr": lrs["gates"]} if self.live.pruner is not None else {}),
+            **extra,
         }
         self.monitor.train(line, self.live.open_by_layer())
         self.clock, self.clock_tokens = time.perf_counter(), 0
@@ -323,12 +394,9 @@ class Trainer:
         """Write a checkpoint of this step."""
         self.monitor.flush()
         snapshot = self.live.engine.snapshot()
-        memory: dict[str, Tensor] = {}
-        if self.memories[0] is not None:
-            for i, hidden in enumerate(self.memories[0].hidden):
-                if hidden is not None:
-                    lanes = torch.cat([m.hidden[i] for m in self.memories])
-                    memory[f"layer_{i:02d}"] = self.world.gather_lanes(lanes).cpu()
+        memory = self._gather_memories(self.memories, "layer")
+        if self.teacher is not None:
+            memory |= self._gather_memories(self.teacher.memories, "teacher_layer")
         if self.world.rank == 0:
             meta = {
                 "step": self.step,
@@ -336,13 +404,46 @@ class Trainer:
                 "config": dataclasses.asdict(self.config),
                 **self.live.meta(),
                 "memory_length": 0 if self.memories[0] is None else self.memories[0].length,
+                "teacher_memory_length": 0
+                if self.teacher is None or self.teacher.memories[0] is None
+                else self.teacher.memories[0].length,
                 "history": self.history,
+                "warned": sorted(self.warned),
                 "world_size": self.world.size,
                 "tokenizer": self.corpus.tokenizer.fingerprint(),
                 "corpus": self.corpus.splits["train"]["sha256"],
             }
             save_checkpoint(self.run_dir / "checkpoints", snapshot, memory, meta)
         self.world.barrier()
+
+    def _gather_memories(self, memories: list[Memory | None], prefix: str) -> dict[str, Tensor]:
+        """All lanes of all ranks, by layer."""
+        if memories[0] is None:
+            return {}
+        found = {}
+        for i, hidden in enumerate(memories[0].hidden):
+            if hidden is not None:
+                lanes = torch.cat([m.hidden[i] for m in memories])
+                found[f"{prefix}_{i:02d}"] = self.world.gather_lanes(lanes).cpu()
+        return found
+
+    def _split_memories(
+        self, found: dict[str, Tensor], prefix: str, length: int
+    ) -> list[Memory | None]:
+        """This rank's share of what `_gather_memories` gave, by micro-batch."""
+        if not length:
+            return [None] * self.n_micro
+        layers = [found.get(f"{prefix}_{i:02d}") for i in range(self.config.model.n_layers)]
+        return [
+            Memory(
+                [
+                    None if h is None else h[lanes.start : lanes.stop].to(self.world.device)
+                    for h in layers
+                ],
+                length,
+            )
+            for lanes in map(self._micro_lanes, range(self.n_micro))
+        ]
 
     def close(self) -> None:
         """Leave the other ranks in good order."""
@@ -370,21 +471,16 @@ class Trainer:
             raise ValueError(
                 f"{error}; delete {folder} to go on from the checkpoint before it"
             ) from None
-        _check_resumable(folder, meta, self.config, self.corpus)
+        check_resumable(folder, meta, self.config, self.corpus)
         self.step, self.stage, self.history = meta["step"], meta["stage"], meta["history"]
+        self.warned = set(meta["warned"])
         prune = self.config.stages[self.stage].prune
         self.live.restore(snapshot, meta, prune, folder / "parameters.safetensors")
-        if meta["memory_length"]:
-            n_layers, size = self.config.model.n_layers, self.micro_lanes
-            lanes = [memory.get(f"layer_{i:02d}") for i in range(n_layers)]
-            starts = range(self.first_lane, self.first_lane + self.rank_lanes, size)
-            self.memories = [
-                Memory(
-                    [None if h is None else h[s : s + size].to(self.world.device) for h in lanes],
-                    meta["memory_length"],
-                )
-                for s in starts
-            ]
+        self.memories = self._split_memories(memory, "layer", meta["memory_length"])
+        if self.config.stages[self.stage].distill is not None:
+            self.teacher = Teacher(self.run_dir, self.world.device, self.n_micro)
+            length = meta["teacher_memory_length"]
+            self.teacher.memories = self._split_memories(memory, "teacher_layer", length)
 
     # ---- small things -----------------------------------------------------------------------
 
@@ -409,56 +505,6 @@ class Trainer:
         return torch.autocast(
             self.world.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16"
         )
-
-
-def _check_resumable(folder: Path, meta: dict[str, Any], config: Config, corpus: Corpus) -> None:
-    """A run goes on with the model, data and lanes that it began with."""
-    saved = meta["config"]
-    now = dataclasses.asdict(config)
-    pairs = [(f"model.{k}", saved["model"].get(k), v) for k, v in now["model"].items()]
-    pairs += [
-        (f"train.{k}", saved["train"].get(k), now["train"][k]) for k in ("batch_size", "optimizer")
-    ]
-    pairs += [("run.seed", saved["run"].get("seed"), config.run.seed)]
-    for i, stage in enumerate(saved["stages"][: max(meta["stage"], 0) + 1]):
-        wanted = now["stages"][i] if i < len(now["stages"]) else {}
-        pairs += _pairs(f"stages[{i}]", stage, wanted)
-    for key, then, wanted in pairs:
-        if then != wanted and key != "model.attention":
-            raise ConfigError(
-                f"{key}: {wanted!r}, but the run in {folder.parent.parent} began with {then!r}; "
-                "resume with that, or start another run.name (add a stage to train for longer)"
-            )
-    if meta["tokenizer"] != corpus.tokenizer.fingerprint():
-        raise ConfigError(f"data.dir: {corpus.dir} has another tokenizer than the run began with")
-    if meta["corpus"] != corpus.splits["train"]["sha256"]:
-        raise ConfigError(f"data.dir: {corpus.dir} has another text than the run began with")
-
-
-def _pairs(key: str, then: Any, now: Any) -> list[tuple[str, Any, Any]]:
-    """(path, value then, value now) of every leaf."""
-    if not isinstance(then, dict) or not isinstance(now, dict):
-        return [(key, then, now)]
-    both = [*then, *(k for k in now if k not in then)]
-    return [row for k in both for row in _pairs(f"{key}.{k}", then.get(k), now.get(k))]
-
-
-def _lock(run_dir: Path) -> IO[str]:
-    """Hold a run's folder; the lock goes with the process, however it ends.
-
-    Raises:
-        ConfigError: another process is writing there.
-    """
-    lock = (run_dir / ".lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise ConfigError(
-            f"{run_dir}: another process is writing to this run; wait for it, or choose another "
-            "run.name"
-        ) from None
-    return lock
 
 
 def _mix(*parts: int) -> int:

@@ -15,15 +15,13 @@ from torch import Tensor
 from allattn.config import PruneConfig
 from allattn.model.transformer import TransformerLM
 from allattn.pruning.gates import (
-    CLOSED_FOR_GOOD,
-    HardConcrete,
     HardConcreteGate,
-    HardConcreteState,
     gates,
     hard_concrete,
     log_alphas,
     open_probability,
 )
+from allattn.pruning.methods import CLOSED_FOR_GOOD, HardConcrete, PruningState
 
 LEVELS = torch.tensor([-4.0, -2.5, -1.0, -0.3, 0.0, 0.7, 2.0, 3.5], dtype=torch.float64)
 
@@ -32,7 +30,7 @@ def method(model: TransformerLM, seed: int = 1, **values) -> HardConcrete:
     """Attached to the model, a run that starts with pruning."""
     values = {"keep": 0.5, **values} if "penalty" not in values else values
     heads = model.config.heads
-    made = HardConcrete(PruneConfig(**values), seed, HardConcreteState(list(heads), sum(heads)))
+    made = HardConcrete(PruneConfig(**values), seed, PruningState(list(heads), sum(heads)))
     made.attach(model)
     return made
 
@@ -240,8 +238,8 @@ def test_penalty_is_weight_times_expected_heads_and_warms_up(tiny_model):
         assert logged["penalty"] == float(term.detach())
         assert logged["penalty_weight"] == pytest.approx(0.3 * share)
         assert logged["expected_heads"] == pytest.approx(expected, rel=1e-6)
-    before = list(pruner.state.multipliers)
-    pruner.after_step(5.0, 3)
+    before = [list(pair) for pair in pruner.state.multipliers]
+    pruner.after_step({"expected_by_layer": [2.0, 0.0, 3.0]}, 3)
     assert pruner.state.multipliers == before  # a fixed penalty stays what it is
 
 
@@ -249,7 +247,7 @@ def test_objective_has_the_gradient_of_its_equation(tiny_model):
     model = tiny_model(n_layers=2, n_heads=[2, 3], d_head=2)
     pruner = method(model, keep=0.4)
     model.eval()
-    pruner.state.multipliers = [0.7, 3.0]
+    pruner.state.multipliers = [[0.7, 3.0]]
     log_alpha = torch.tensor([1.0, -0.5, 0.2, -2.0, 3.0], dtype=torch.float64)
     with torch.no_grad():
         for gate, value in zip(gates(model), log_alpha.split([2, 3]), strict=True):
@@ -269,23 +267,24 @@ def test_objective_has_the_gradient_of_its_equation(tiny_model):
 
 def test_target_falls_along_a_line_from_where_the_stage_began(tiny_model):
     model = tiny_model(n_layers=2, n_heads=[2, 1], d_head=2)
-    state = HardConcreteState([2, 1], run_heads=6)  # an earlier stage left half
+    state = PruningState([2, 1], run_heads=6)  # an earlier stage left half
     pruner = HardConcrete(PruneConfig(keep=0.25, warmup_steps=4), 1, state)
     pruner.attach(model)
     model.eval()
     for gate in gates(model):
         gate()
     targets = [pruner.objective(model, step)[1]["target_heads"] for step in range(6)]
-    assert targets == pytest.approx([2.625, 2.25, 1.875, 1.5, 1.5, 1.5])
+    # a quarter of 6 heads is 1.5, and 2 is what will be left
+    assert targets == pytest.approx([2.75, 2.5, 2.25, 2, 2, 2])
 
 
 def test_multipliers_climb_while_too_many_are_open_and_fall_after(tiny_model):
     pruner = method(tiny_model(n_layers=2, n_heads=4, d_head=2), keep=0.5, lagrangian_lr=0.5)
-    linear, quadratic = pruner.state.multipliers
-    pruner.after_step(6.0, 0)  # 6 of 8 are a quarter too many
-    assert pruner.state.multipliers == pytest.approx([linear + 0.125, quadratic + 0.5 / 16])
-    pruner.after_step(2.0, 0)
-    assert pruner.state.multipliers == pytest.approx([linear, quadratic + 0.5 / 8])
+    ((linear, quadratic),) = [list(pair) for pair in pruner.state.multipliers]
+    pruner.after_step({"expected_by_layer": [2.0, 4.0]}, 0)  # 6 of 8 are a quarter too many
+    assert pruner.state.multipliers[0] == pytest.approx([linear + 0.125, quadratic + 0.5 / 16])
+    pruner.after_step({"expected_by_layer": [1.0, 1.0]}, 0)
+    assert pruner.state.multipliers[0] == pytest.approx([linear, quadratic + 0.5 / 8])
 
 
 @pytest.mark.parametrize("keep", [0.25, 0.5, 0.75])
@@ -303,7 +302,7 @@ def test_the_lagrangian_drives_gates_to_the_target(tiny_model, keep):
         optimizer.zero_grad()
         (loss + term).backward()
         optimizer.step()
-        pruner.after_step(logged["expected_heads"], step)
+        pruner.after_step(logged, step)
     assert logged["expected_heads"] == pytest.approx(keep * 16, abs=0.8)
     log_alpha = [gate.log_alpha.detach() for gate in gates(model)]
     kept, _ = pruner.final(log_alpha)
@@ -342,7 +341,7 @@ levels = st.one_of(st.none(), st.lists(st.sampled_from([-3.0, -0.5, 0.0, 0.5, 3.
 def test_exactly_k_stay(rows, keep):
     rows = [row or None for row in rows]
     total = sum(len(row or []) for row in rows)
-    state = HardConcreteState([len(row or []) for row in rows], total)
+    state = PruningState([len(row or []) for row in rows], total)
     log_alpha = [None if row is None else torch.tensor(row) for row in rows]
     kept, readiness = HardConcrete(PruneConfig(keep=keep), 1, state).final(log_alpha)
     k = math.floor(keep * total + 0.5)
@@ -359,21 +358,21 @@ def test_exactly_k_of_random_logits(keep, n):
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         log_alpha = [torch.randn(5, generator=generator), None, torch.randn(7, generator=generator)]
-        state = HardConcreteState([5, 0, 7], 12)
+        state = PruningState([5, 0, 7], 12)
         kept, _ = HardConcrete(PruneConfig(keep=keep), 1, state).final(log_alpha)
         assert [len(kept[1]), sum(map(len, kept))] == [0, n]
         assert kept == best_heads([None if a is None else a.tolist() for a in log_alpha], n)
 
 
 def test_keep_is_a_share_of_the_runs_first_heads():
-    state = HardConcreteState([2, 2], run_heads=8)  # half went in an earlier stage
+    state = PruningState([2, 2], run_heads=8)  # half went in an earlier stage
     kept, _ = HardConcrete(PruneConfig(keep=0.25), 1, state).final([torch.ones(2)] * 2)
     assert kept == [[0, 1], []]
 
 
 def test_a_penalty_keeps_what_is_open():
     log_alpha = [torch.tensor([3.0, -3.0, 0.1]), None, torch.tensor([-5.0, -5.0])]
-    state = HardConcreteState([3, 0, 2], 5)
+    state = PruningState([3, 0, 2], 5)
     kept, readiness = HardConcrete(PruneConfig(penalty=0.1), 1, state).final(log_alpha)
     assert (kept, readiness) == ([[0, 2], [], []], {"undecided": 1, "cut_open": 0})
 
@@ -381,7 +380,7 @@ def test_a_penalty_keeps_what_is_open():
 def test_early_removal_needs_patience_and_stops_at_the_target():
     closed, shut, opened = -4.0, -5.0, 2.0
     assert float(open_probability(torch.tensor(closed))) < CLOSED_FOR_GOOD
-    state = HardConcreteState([3, 2], 5, closed_checks=[[0] * 3, [0] * 2])
+    state = PruningState([3, 2], 5, closed_checks=[[0] * 3, [0] * 2])
     pruner = HardConcrete(PruneConfig(keep=0.4, patience=2), 1, state)
 
     def check(*rows: list[float]) -> list[list[int]]:
@@ -399,16 +398,16 @@ def test_early_removal_needs_patience_and_stops_at_the_target():
 
 
 def test_early_removal_under_a_penalty_may_take_all():
-    state = HardConcreteState([2, 1], 3, closed_checks=[[0, 0], [0]])
+    state = PruningState([2, 1], 3, closed_checks=[[0, 0], [0]])
     pruner = HardConcrete(PruneConfig(penalty=1.0, patience=1), 1, state)
     assert pruner.check_closed([torch.full((2,), -5.0), torch.full((1,), -5.0)]) == [[], []]
 
 
 def test_the_state_survives_json(tiny_model):
     pruner = method(tiny_model(n_layers=2, n_heads=[2, 3], d_head=2))
-    pruner.after_step(4.0, 3)
+    pruner.after_step({"expected_by_layer": [2.0, 2.0]}, 3)
     saved = dataclasses.asdict(pruner.state)
-    assert HardConcreteState(**saved) == pruner.state
+    assert PruningState(**saved) == pruner.state
     assert saved["closed_checks"] == [[0, 0], [0, 0, 0]]
 
 
@@ -439,6 +438,6 @@ def test_gates_are_float32_under_bfloat16_autocast(tiny_model, sampling):
     (loss + term).backward()
     assert seen == [torch.float32] * 2
     for gate in gates(model):
-        assert gate.expected_open.dtype == gate.log_alpha.dtype == torch.float32
+        assert gate.open_probability.dtype == gate.log_alpha.dtype == torch.float32
         assert gate.log_alpha.grad.dtype == torch.float32 and gate.log_alpha.grad.abs().sum() > 0
     assert term.dtype == torch.float32

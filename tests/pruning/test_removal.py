@@ -12,7 +12,8 @@ from torch import Tensor
 
 from allattn.config import PruneConfig
 from allattn.model.transformer import TransformerLM
-from allattn.pruning.gates import HardConcrete, HardConcreteState, MaskGate
+from allattn.pruning.gates import MaskGate
+from allattn.pruning.methods import HardConcrete, PruningState
 from allattn.pruning.removal import cut_config, cut_tensors, fold_output_scales, without_gates
 
 EXACT = {"rtol": 0, "atol": 1e-12}
@@ -85,7 +86,7 @@ def test_removed_is_what_evaluation_gates_give(tiny_model, family, output_scalin
     config = PruneConfig(keep=0.5, output_scaling=output_scaling)
     for kept in kept_heads()[::3]:
         model = dense(tiny_model, family)
-        method = HardConcrete(config, 1, HardConcreteState([N_HEADS] * N_LAYERS, 12))
+        method = HardConcrete(config, 1, PruningState([N_HEADS] * N_LAYERS, 12))
         method.attach(model)
         for layer, heads in zip(model.double().layers, kept, strict=True):
             with torch.no_grad():
@@ -139,7 +140,7 @@ def by_head(name: str, tensor: Tensor) -> dict[int, Tensor] | None:
 @every_family
 def test_what_stays_is_bit_equal(tiny_model, family):
     model = dense(tiny_model, family)
-    HardConcrete(PruneConfig(keep=0.5), 1, HardConcreteState([N_HEADS] * 3, 12)).attach(model)
+    HardConcrete(PruneConfig(keep=0.5), 1, PruningState([N_HEADS] * 3, 12)).attach(model)
     # like the weights, but with no two numbers equal: also the shape of Adam's moments
     tensors = {n: torch.randn_like(p) for n, p in model.named_parameters()}
     for kept in kept_heads():

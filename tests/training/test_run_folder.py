@@ -15,10 +15,15 @@ def test_one_process_at_a_time(make_config, train, contents):
     config = make_config()
     run = train(config, 5, to_end=False)
     writer = Trainer(config, resume=True)  # holds the folder until its training ends
-    before = contents(run.folder)
+
+    def held() -> dict[str, bytes]:
+        # TensorBoard's writer has a thread of its own, and its own time to write
+        return {k: v for k, v in contents(run.folder).items() if "tensorboard" not in k}
+
+    before = held()
     with pytest.raises(ConfigError, match="another process is writing"):
         Trainer(config, resume=True)
-    assert contents(run.folder) == before
+    assert held() == before
     writer.train(6)
     Trainer(config, resume=True).train(7)
     assert run.checkpoint(7).is_dir()

@@ -1,0 +1,128 @@
+"""The configuration of a run: dataclasses, loading, `key=value` overrides, validation.
+
+A config file is YAML; every section is a dataclass of `schema.py`, so a misspelt key or a wrong
+type fails at once, with one line that names the key (`overrides.py`), and so does a value that
+cannot be used (`checks.py`). `load_config` returns a plain, validated `Config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from allattn.config.checks import CHOICES, check_model, validate
+from allattn.config.overrides import apply_override, one_line, reject_unknown_keys
+from allattn.config.schema import (
+    Config,
+    ConfigError,
+    DataConfig,
+    DistillConfig,
+    LrConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PruneConfig,
+    RunConfig,
+    StageConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "CHOICES",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "DistillConfig",
+    "LrConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PruneConfig",
+    "RunConfig",
+    "StageConfig",
+    "TrainConfig",
+    "load_config",
+    "model_config_from_dict",
+    "save_config",
+    "to_yaml",
+    "validate",
+    "with_vocabulary",
+]
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Read, override and validate a config file.
+
+    Args:
+        path: YAML file.
+        overrides: `key=value` strings; keys may index lists (`stages[1].prune.keep=0.3`).
+
+    Raises:
+        ConfigError: a file, key, type or value that cannot be used, in one line.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a config ({error})") from None
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError(f"{where}: not YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(raw, dict):
+        sections = ", ".join(field.name for field in dataclasses.fields(Config))
+        raise ConfigError(f"{path}: a config is a mapping with sections {sections}")
+    reject_unknown_keys(raw, Config, "", str(path))
+    try:
+        config = OmegaConf.merge(OmegaConf.structured(Config), raw)
+        for override in overrides:
+            config = apply_override(config, override)
+        result: Config = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {one_line(error)}") from None
+    validate(result)
+    return result
+
+
+def save_config(config: Config, path: str | Path) -> None:
+    """Write the resolved config as YAML."""
+    Path(path).write_text(to_yaml(config), encoding="utf-8")
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config as YAML text."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def model_config_from_dict(values: dict[str, Any], where: str) -> ModelConfig:
+    """A `ModelConfig` from the `model` part of an export or a checkpoint; errors name `where`."""
+    reject_unknown_keys(values, ModelConfig, "model", where)
+    try:
+        model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), values))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{where}: {one_line(error)}") from None
+    check_model(model)
+    return model
+
+
+def with_vocabulary(model: ModelConfig, vocab_size: int, where: Any) -> ModelConfig:
+    """The model for a corpus's vocabulary.
+
+    Raises:
+        ConfigError: the config asks for another one, or has cutoffs beyond it.
+    """
+    if model.vocab_size not in (None, vocab_size):
+        raise ConfigError(
+            f"model.vocab_size: {model.vocab_size}, but {where} has {vocab_size} tokens; "
+            "leave it out, or prepare the data anew"
+        )
+    model = dataclasses.replace(model, vocab_size=vocab_size)
+    check_model(model)
+    return model

@@ -1,0 +1,110 @@
+"""How many heads stay, and how the budget is shared out: exact counts for every method and scope.
+
+All heads of a model cost the same (`d_head` is one number), so a budget in parameters or FLOPs is a
+number of heads too. In all-attention models all three agree; a Transformer-XL layer has a
+feed-forward block that no head takes with it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from allattn.config import ConfigError, ModelConfig, PruneConfig
+from allattn.model.transformer import count_parameters, feed_forward_flops, head_flops
+from allattn.pruning.schedule import heads_to_keep
+
+
+def target_heads(prune: PruneConfig, first: ModelConfig, where: str = "prune") -> int | None:
+    """Heads left at a stage's end; None where a penalty decides.
+
+    Args:
+        prune: with one of keep, keep_params, keep_flops, or penalty.
+        first: the run's first model, which shares are shares of.
+        where: the config key that an error names.
+
+    Raises:
+        ConfigError: the budget cannot be reached by removing heads, or min_heads needs more.
+    """
+    heads = sum(first.heads)
+    if prune.keep is not None:
+        k = heads_to_keep(prune.keep, heads)
+    elif prune.keep_params is not None:
+        k = _heads_of_share(prune.keep_params, *_parameters(first), heads, f"{where}.keep_params")
+    elif prune.keep_flops is not None:
+        fixed = first.n_layers * feed_forward_flops(first)
+        k = _heads_of_share(
+            prune.keep_flops, head_flops(first), fixed, heads, f"{where}.keep_flops"
+        )
+    else:
+        return None
+    least = sum(min(prune.min_heads, n) for n in first.heads)
+    if k < least:
+        raise ConfigError(
+            f"{where}.min_heads: {prune.min_heads} in every layer are {least} heads, but the "
+            f"budget leaves {k}; lower it or keep more"
+        )
+    return k
+
+
+def _parameters(first: ModelConfig) -> tuple[float, float]:
+    """(of one head, of what no head takes with it): the layers' matrices, norms aside."""
+    stand_in = ModelConfig(**{**vars(first), "vocab_size": 2, "embedding": "tied", "cutoffs": []})
+    parts = count_parameters(stand_in)
+    in_heads = parts["attention"] + parts["persistent"]
+    return in_heads / max(sum(first.heads), 1), parts["feed_forward"]
+
+
+def _heads_of_share(share: float, head: float, fixed: float, heads: int, where: str) -> int:
+    """The head count whose cost is nearest to a share of the whole; halves round up."""
+    k = math.floor((share * (heads * head + fixed) - fixed) / head + 0.5)
+    if k < 0:
+        least = fixed / (heads * head + fixed)
+        raise ConfigError(
+            f"{where}: {share} cannot be reached by removing heads; with none left, "
+            f"{least:.3f} is still there (the feed-forward blocks)"
+        )
+    return min(k, heads)
+
+
+def apportion(k: int, sizes: list[int], min_heads: int) -> list[int]:
+    """How many of k heads each layer keeps when all keep the same share (`scope: layer`).
+
+    One head at a time goes to the layer that is furthest below its share, the lower one on a tie.
+    """
+    total = max(sum(sizes), 1)
+    quotas = [min(min_heads, n) for n in sizes]
+    while sum(quotas) < min(k, total):
+        lacking = [
+            (k * n / total - q if q < n else -math.inf, -layer)
+            for layer, (n, q) in enumerate(zip(sizes, quotas, strict=True))
+        ]
+        quotas[-max(lacking)[1]] += 1
+    return quotas
+
+
+def select(scores: list[list[float]], k: int, scope: str, min_heads: int) -> list[list[int]]:
+    """The heads that stay: exactly min(k, all of them).
+
+    Args:
+        scores: by layer and head; higher stays. Ties go to the lower layer, then the lower head.
+        k: heads that stay.
+        scope: `global`: the best k wherever they are; `layer`: the same share of every layer.
+        min_heads: how many stay in a layer at least, where it has so many.
+
+    Returns:
+        By layer, rising head numbers.
+    """
+    sizes = list(map(len, scores))
+    ranked = [sorted(range(len(s)), key=lambda h, s=s: (-s[h], h)) for s in scores]
+    if scope == "layer":
+        quotas = apportion(k, sizes, min_heads)
+    else:
+        quotas = [min(min_heads, n) for n in sizes]
+        rest = sorted(
+            (-scores[layer][head], layer, head)
+            for layer, order in enumerate(ranked)
+            for head in order[quotas[layer] :]
+        )
+        for _, layer, _ in rest[: max(k - sum(quotas), 0)]:
+            quotas[layer] += 1  # a layer's best come first in `rest` too
+    return [sorted(order[:quota]) for order, quota in zip(ranked, quotas, strict=True)]
