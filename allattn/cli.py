@@ -100,6 +100,29 @@ def build_parser() -> argparse.ArgumentParser:
     _json(p)
     p.set_defaults(run=_evaluate)
 
+    p = commands.add_parser("prune", help="cut heads of a trained model, no optimiser")
+    p.add_argument("path", metavar="PATH")
+    p.add_argument("--method", required=True, metavar="M", help="importance, magnitude or random")
+    budget = p.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--keep", metavar="F[,F..]", help="shares of the run's heads that stay")
+    budget.add_argument("--keep-params", metavar="F[,F..]", help="of the layers' parameters")
+    budget.add_argument("--keep-flops", metavar="F[,F..]", help="of the layers' FLOPs")
+    p.add_argument("--out", metavar="DIR", help="the export; with several shares, a folder of them")
+    p.add_argument("--overwrite", action="store_true", help="replace exports there")
+    p.add_argument("--scope", choices=["global", "layer"], default="global")
+    p.add_argument("--min-heads", type=int, default=0, metavar="N", help="in every layer")
+    p.add_argument("--batches", type=int, default=8, metavar="N", help="importance: segments")
+    p.add_argument("--batch-size", type=int, default=8, metavar="N", help="lanes side by side")
+    p.add_argument(
+        "--no-normalize", action="store_true", help="importance: no L2 norm within a layer"
+    )
+    p.add_argument("--rescore", action="store_true", help="score again after each share")
+    p.add_argument("--seed", type=int, default=1, metavar="N", help="of random")
+    p.add_argument("--split", default="valid", help="to evaluate on")
+    _data_arguments(p)
+    _json(p)
+    p.set_defaults(run=_prune)
+
     p = commands.add_parser("export", help="write a model as a folder of its own")
     p.add_argument("path", metavar="PATH")
     p.add_argument("--out", required=True, metavar="DIR")
@@ -239,7 +262,7 @@ def describe(config: Config) -> dict[str, Any]:
         if stage.distill is not None:
             what += f", distill {stage.distill.weight}"
         if stage.prune is not None:
-            k = target_heads(stage.prune, model, f"stages[{i}].prune")
+            k = target_heads(stage.prune, model, heads, f"stages[{i}].prune")
             target = f"penalty {stage.prune.penalty}" if k is None else f"{k} of {heads} heads stay"
             what += f"; {stage.prune.method}: {target}, remove {stage.prune.remove}"
         stages.append(
@@ -298,6 +321,50 @@ def _evaluate(args: argparse.Namespace) -> None:
         print(f"{key:<22} {f'{value:,.5f}' if isinstance(value, float) else value}")
 
 
+def _prune(args: argparse.Namespace) -> None:
+    from allattn.config import PruneConfig
+    from allattn.inference.load import open_source, pick_device
+    from allattn.inference.prune import prune, table
+
+    keys = ("keep", "keep_params", "keep_flops")
+    budget = next(key for key in keys if getattr(args, key) is not None)
+    try:
+        shares = [float(share) for share in getattr(args, budget).split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"--{budget.replace('_', '-')}: shares such as 0.5 or 0.9,0.8 are needed, not "
+            f"{getattr(args, budget)!r}"
+        ) from None
+    if args.batch_size < 1:
+        raise ConfigError(f"--batch-size: {args.batch_size} is too small")
+    if not 0 <= args.seed < 2**63:
+        raise ConfigError(f"--seed: a number from 0 to 2**63 - 1 is needed, not {args.seed}")
+    settings = PruneConfig(
+        method=args.method, scope=args.scope, min_heads=args.min_heads, batches=args.batches
+    )
+    if args.method == "importance":
+        settings.normalize = not args.no_normalize
+    source = open_source(args.path)
+    rows = prune(
+        source,
+        source.corpus(args.data),
+        settings,
+        budget,
+        shares,
+        split=args.split,
+        batch_size=args.batch_size,
+        rescore=args.rescore,
+        seed=args.seed,
+        device=pick_device(args.device),
+        out=args.out,
+        overwrite=args.overwrite,
+    )
+    if args.json:
+        _print_json(rows)
+        return
+    print(table(rows))
+
+
 def _export(args: argparse.Namespace) -> None:
     from allattn.inference.export import export
     from allattn.inference.load import open_source
@@ -351,5 +418,5 @@ def _compare(args: argparse.Namespace) -> None:
         print(table(rows))
 
 
-def _print_json(value: dict[str, Any]) -> None:
+def _print_json(value: Any) -> None:
     print(json.dumps(value))

@@ -38,7 +38,7 @@ def export(source: Source, out: str | Path, overwrite: bool = False) -> Path:
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    info = _info(source)
+    info = export_info(source)
     save_tensors(partial / "model.safetensors", source.weights.parameters)
     tokenizer.save(partial)
     (partial / "README.md").write_text(_card(source, info), encoding="utf-8")
@@ -72,7 +72,8 @@ def initial_heads(source: Source) -> int:
     return run.get("run_heads", sum(source.config.heads))
 
 
-def _info(source: Source) -> dict[str, Any]:
+def export_info(source: Source) -> dict[str, Any]:
+    """An export's `config.json`."""
     info = source.weights.info
     run = info.get("run") or {
         "name": info["config"]["run"]["name"],

@@ -22,11 +22,13 @@ class Source:
     Attributes:
         weights: plain model: gates decided, closed heads cut out.
         data_dir: the prepared corpus that it was trained on.
+        tokenizer_dir: where its tokenizer is: beside the weights of an export, else with the data.
         tokenizer_fingerprint: of the tokenizer that it was trained with.
     """
 
     weights: Weights
     data_dir: Path
+    tokenizer_dir: Path
     tokenizer_fingerprint: str
 
     @property
@@ -53,10 +55,12 @@ class Source:
         return corpus
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer: beside the weights of an export, else in the corpus's folder."""
-        folder = self.weights.path
-        if "model_type" not in self.weights.info:  # a checkpoint; an export has its own
-            folder = self.data_dir
+        """The tokenizer that it was trained with.
+
+        Raises:
+            ValueError: another one is there.
+        """
+        folder = self.tokenizer_dir
         tokenizer = load_tokenizer(folder)
         if tokenizer.fingerprint() != self.tokenizer_fingerprint:
             raise ValueError(
@@ -73,8 +77,10 @@ def open_source(path: str | Path) -> Source:
     """
     weights = load_weights(path)
     info = weights.info
-    data = info["data"] if "data" in info else info["config"]["data"]["dir"]
-    return Source(weights, Path(data), info["tokenizer"])
+    if "model_type" in info:  # an export
+        return Source(weights, Path(info["data"]), weights.path, info["tokenizer"])
+    data = Path(info["config"]["data"]["dir"])
+    return Source(weights, data, data, info["tokenizer"])
 
 
 def load_pretrained(path: str | Path, **changes: Any) -> TransformerLM:

@@ -14,30 +14,31 @@ from allattn.model.transformer import count_parameters, feed_forward_flops, head
 from allattn.pruning.schedule import heads_to_keep
 
 
-def target_heads(prune: PruneConfig, first: ModelConfig, where: str = "prune") -> int | None:
+def target_heads(
+    prune: PruneConfig, model: ModelConfig, run_heads: int, where: str = "prune"
+) -> int | None:
     """Heads left at a stage's end; None where a penalty decides.
 
     Args:
         prune: with one of keep, keep_params, keep_flops, or penalty.
-        first: the run's first model, which shares are shares of.
+        model: of the run, with the layers' present heads.
+        run_heads: heads of the run's first model, which shares are shares of.
         where: the config key that an error names.
 
     Raises:
         ConfigError: the budget cannot be reached by removing heads, or min_heads needs more.
     """
-    heads = sum(first.heads)
     if prune.keep is not None:
-        k = heads_to_keep(prune.keep, heads)
+        k = heads_to_keep(prune.keep, run_heads)
     elif prune.keep_params is not None:
-        k = _heads_of_share(prune.keep_params, *_parameters(first), heads, f"{where}.keep_params")
+        head, fixed = _parameters(model)
+        k = _heads_of_share(prune.keep_params, head, fixed, run_heads, f"{where}.keep_params")
     elif prune.keep_flops is not None:
-        fixed = first.n_layers * feed_forward_flops(first)
-        k = _heads_of_share(
-            prune.keep_flops, head_flops(first), fixed, heads, f"{where}.keep_flops"
-        )
+        head, fixed = head_flops(model), model.n_layers * feed_forward_flops(model)
+        k = _heads_of_share(prune.keep_flops, head, fixed, run_heads, f"{where}.keep_flops")
     else:
         return None
-    least = sum(min(prune.min_heads, n) for n in first.heads)
+    least = sum(min(prune.min_heads, n) for n in model.heads)
     if k < least:
         raise ConfigError(
             f"{where}.min_heads: {prune.min_heads} in every layer are {least} heads, but the "
@@ -46,12 +47,11 @@ def target_heads(prune: PruneConfig, first: ModelConfig, where: str = "prune") -
     return k
 
 
-def _parameters(first: ModelConfig) -> tuple[float, float]:
+def _parameters(model: ModelConfig) -> tuple[float, float]:
     """(of one head, of what no head takes with it): the layers' matrices, norms aside."""
-    stand_in = ModelConfig(**{**vars(first), "vocab_size": 2, "embedding": "tied", "cutoffs": []})
-    parts = count_parameters(stand_in)
-    in_heads = parts["attention"] + parts["persistent"]
-    return in_heads / max(sum(first.heads), 1), parts["feed_forward"]
+    changes = {"vocab_size": 2, "embedding": "tied", "cutoffs": [], "div_value": 1, "n_heads": 1}
+    parts = count_parameters(ModelConfig(**{**vars(model), **changes}))
+    return (parts["attention"] + parts["persistent"]) / model.n_layers, parts["feed_forward"]
 
 
 def _heads_of_share(share: float, head: float, fixed: float, heads: int, where: str) -> int:

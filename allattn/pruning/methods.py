@@ -55,7 +55,7 @@ class Method:
         target: heads left at the end, or None.
     """
 
-    needs_steps = True  # an optimiser has to run for it
+    learns = True  # it has gates that an optimiser has to move
 
     def __init__(self, config: PruneConfig, seed: int, state: PruningState):
         """Start, or go on from, a state."""
@@ -466,7 +466,7 @@ class Scored(Method):
     a line or the cubic of Zhu and Gupta 2017 over `warmup_steps` (default: the stage).
     """
 
-    needs_steps = False
+    learns = False
 
     def attach(self, model: TransformerLM) -> None:
         """Masks: a head that was cut stays zero."""

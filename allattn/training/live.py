@@ -93,7 +93,7 @@ class LiveModel:
     def begin_pruning(self, prune: PruneConfig) -> None:
         """Give every head a gate; weights and their moments stay as they are."""
         assert self.masks is None
-        target = target_heads(prune, self.config.model)
+        target = target_heads(prune, self.config.model, self.run_heads)
         state = PruningState(list(self.shape.heads), self.run_heads, target)
         self.pruner = build_method(prune, self.config.run.seed, state)
         self._rebuild(self.engine.snapshot())
@@ -166,6 +166,11 @@ class LiveModel:
                 memory.hidden = [h if k else None for h, k in zip(memory.hidden, kept, strict=True)]
         self._rebuild(snapshot)
         return n_removed
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether gates are being learned."""
+        return self.pruner is not None and self.pruner.learns
 
     def log_alphas(self) -> list[Tensor | None]:
         """Gate logits by layer, on the CPU."""

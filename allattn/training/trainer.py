@@ -69,7 +69,9 @@ class Trainer:
         config.model = with_vocabulary(config.model, self.corpus.vocab_size, self.corpus.dir)
         for i, stage in enumerate(config.stages):
             if stage.prune is not None:
-                target_heads(stage.prune, config.model, f"stages[{i}].prune")
+                target_heads(
+                    stage.prune, config.model, sum(config.model.heads), f"stages[{i}].prune"
+                )
         self.eos_id = self.corpus.tokenizer.eos_id
         self.lanes = Lanes(
             self.corpus.tokens("train"), config.train.batch_size, config.model.seq_len
@@ -367,7 +369,7 @@ class Trainer:
             "lr": lrs["matrices"],
             "grad_norm": grad_norm,
             "sparsity": 1 - sum(self.live.open_by_layer()) / max(self.live.run_heads, 1),
-            **({"gate_lr": lrs["gates"]} if self.live.pruner is not None else {}),
+            **({"gate_lr": lrs["gates"]} if self.live.has_gates else {}),
             **extra,
         }
         self.monitor.train(line, self.live.open_by_layer())
