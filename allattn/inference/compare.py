@@ -1,7 +1,8 @@
-"""Compare runs, checkpoints and exports: a table, and perplexity against parameters as a plot."""
+"""Compare runs, checkpoints and exports: a table, and plots of perplexity against what it costs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +70,15 @@ def _row(path: str, data: str | None, device: torch.device | None) -> dict[str, 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as text; perplexities are per token, word_ppl per word of the test split."""
     head = [
-        "run", "heads", "by layer", "params", "non-embedding", "valid ppl", "test ppl", "word ppl",
-        "tokens/s", "MB",
+        "run", "heads", "by layer", "params", "non-embedding", "MFLOPs/token", "valid ppl",
+        "test ppl", "word ppl", "tokens/s", "MB",
     ]  # fmt: skip
     lines = [head]
     for row in rows:
         lines.append([
             row["run"], str(sum(row["heads"])), " ".join(map(str, row["heads"])),
             f"{row['params']:,}", f"{row['params_non_embedding']:,}",
+            f"{row['flops_per_token'] / 1e6:,.2f}",
             _number(row["valid_ppl"]), _number(row["test_ppl"]), _number(row["word_ppl"]),
             f"{row['tokens_per_second']:,.0f}", f"{row['megabytes']:.2f}",
         ])  # fmt: skip
@@ -95,6 +97,14 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
+# the costs that perplexity is drawn against: axis label, value of a row
+COSTS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "parameters outside the embeddings (millions)": lambda row: row["params_non_embedding"] / 1e6,
+    "forward MFLOPs a token": lambda row: row["flops_per_token"] / 1e6,
+    "measured evaluation, microseconds a token": lambda row: 1e6 / row["tokens_per_second"],
+}
+
+
 def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
@@ -102,28 +112,22 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     key = "test_ppl" if all(row["test_ppl"] is not None for row in rows) else "valid_ppl"
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for family in sorted({row["family"] for row in rows}):
-        members = sorted(
-            (row for row in rows if row["family"] == family),
-            key=lambda row: row["params_non_embedding"],
-        )
-        axes.plot(
-            [row["params_non_embedding"] / 1e6 for row in members],
-            [row[key] for row in members],
-            "o-",
-            label=family,
-        )
-        for row in members:
-            axes.annotate(
-                row["run"],
-                (row["params_non_embedding"] / 1e6, row[key]),
-                xytext=(4, 4),
-                textcoords="offset points",
-                fontsize=7,
-            )
-    axes.set_xlabel("parameters outside the embeddings (millions)")
-    axes.set_ylabel(f"{key.split('_')[0]} perplexity a token")
-    axes.legend()
+    figure, panels = plt.subplots(1, len(COSTS), figsize=(14, 4), layout="constrained", sharey=True)
+    for axes, (label, cost) in zip(panels, COSTS.items(), strict=True):
+        for family in sorted({row["family"] for row in rows}):
+            members = sorted((row for row in rows if row["family"] == family), key=cost)
+            axes.plot([cost(row) for row in members], [row[key] for row in members], "o-",
+                      label=family)  # fmt: skip
+            for row in members:
+                axes.annotate(
+                    row["run"],
+                    (cost(row), row[key]),
+                    xytext=(4, 4),
+                    textcoords="offset points",
+                    fontsize=7,
+                )
+        axes.set_xlabel(label)
+    panels[0].set_ylabel(f"{key.split('_')[0]} perplexity a token")
+    panels[0].legend()
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -25,6 +25,8 @@ TRAIN_TAGS = {
     "penalty_weight_quadratic": "prune/penalty_weight_quadratic",
     "expected_heads": "prune/expected_heads",
     "target_heads": "prune/target_heads",
+    "distill": "train/distill",
+    "distill_weight": "train/distill_weight",
 }
 
 
