@@ -16,6 +16,9 @@ How it is computed, and why so (measured on two cores, `tools/benchmark.py`):
   product itself gives dP - delta. What is left elementwise is one exp and one multiply a score.
 * The relative shift is a view: [R, K + 1] position scores, written row after row and read with row
   length K from element R - 1 on, are the shifted [R, K] scores. Their gradient goes back that way.
+
+Where there is a C++ compiler, float32 and bfloat16 on the CPU take the same tiles compiled
+(`fused_cpu.cpp`, built by `kernel.py`); what is here serves float64, GPUs and everyone else.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from allattn.model import kernel
 from allattn.model.tiles import (
     Scores,
     Scratch,
@@ -73,8 +77,41 @@ def fused_attention(
     assert padding is None or max(padding) <= kv_2BNSH.shape[3] - q_BTNH.shape[1]
     with torch.autocast(q_BTNH.device.type, enabled=False):
         dtype = q_BTNH.dtype
-        small = (x.to(dtype) for x in (r_NSH, u_NH, w_NH, Kp_NPH, Vp_NPH))
-        return _FusedAttention.apply(q_BTNH, kv_2BNSH.to(dtype), *small, window, padding)
+        small = (u_NH, w_NH, Kp_NPH, Vp_NPH)
+        operands = (q_BTNH, kv_2BNSH.to(dtype), r_NSH.to(dtype))
+        if q_BTNH.device.type == "cpu" and dtype in kernel.DTYPES and kernel.load()[0] is not None:
+            small = (x.float() for x in small)
+            return _CompiledAttention.apply(*operands, *small, window, padding)
+        small = (x.to(dtype) for x in small)
+        return _FusedAttention.apply(*operands, *small, window, padding)
+
+
+class _CompiledAttention(torch.autograd.Function):
+    """`_FusedAttention` compiled: the same tiles and the same equation, see `fused_cpu.cpp`."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        q: Tensor,
+        kv: Tensor,
+        r: Tensor,
+        u: Tensor,
+        w: Tensor,
+        Kp: Tensor,
+        Vp: Tensor,
+        window: int | None,
+        padding: list[int] | None,
+    ) -> Tensor:
+        out, rest, lse = kernel.load()[0].forward(q, kv, r, u, w, Kp, Vp, window, padding)
+        ctx.save_for_backward(out, rest, lse, q, kv, r, u, w, Kp, Vp)
+        ctx.window, ctx.padding = window, padding
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_BTNH: Tensor) -> tuple[Tensor | None, ...]:
+        grads = kernel.load()[0].backward(grad_BTNH, *ctx.saved_tensors, ctx.window, ctx.padding)
+        return *grads, None, None
 
 
 class _FusedAttention(torch.autograd.Function):

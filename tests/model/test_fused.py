@@ -1,5 +1,7 @@
 """The fused core against the explicit one, and cached keys and values against computing anew."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,12 +9,25 @@ from hypothesis import strategies as st
 
 from allattn.config import ModelConfig
 from allattn.inference.generate import generate
+from allattn.model import kernel
 from allattn.model.attention import Attention, KeyValues
 from allattn.model.positions import Visible, falling_distances, sinusoids
 from allattn.model.scoring import score_stream
 from allattn.model.transformer import TransformerLM
 
 CPU = torch.device("cpu")
+
+both_cores = pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "tiles"])
+
+
+def core(compiled: bool):
+    """The compiled kernel, which must be there, or the tiles that stand in for it."""
+    if not compiled:
+        return patch.object(kernel, "load", lambda: (None, "switched off"))
+    loaded = kernel.load()
+    if loaded[0] is None:
+        pytest.skip(loaded[1])
+    return patch.object(kernel, "load", lambda: loaded)
 
 
 def make_layer(seed: int, N: int, H: int, P: int, size: float) -> Attention:
@@ -74,16 +89,18 @@ def case(c, size: float):
     return layer, (h, c["T"], window, padding, gate, weights)
 
 
+@both_cores
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(c=shapes)
-def test_fused_equals_reference_on_any_shape(c):
+def test_fused_equals_reference_on_any_shape(compiled, c):
     layer, inputs = case(c, size=1.0)
     wanted, wanted_grads = run(layer, "reference", torch.float64, *inputs)
     exact, exact_grads = run(layer, "fused", torch.float64, *inputs)
     assert error(exact, wanted, 1e-3) < 1e-11
     for name, grad in wanted_grads.items():
         assert error(exact_grads[name], grad, 1e-2) < 1e-10, name
-    single, single_grads = run(layer, "fused", torch.float32, *inputs)
+    with core(compiled):
+        single, single_grads = run(layer, "fused", torch.float32, *inputs)
     assert torch.isfinite(single).all()
     assert error(single, wanted, 0.1) < 1e-5
     # a sum over all positions cancels: its rounding is measured against what was summed
@@ -105,23 +122,26 @@ def test_scores_in_the_hundreds(c):
         assert error(exact_grads[name], grad, 1e-3 * size) < 1e-8, name
 
 
+@both_cores
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(c=shapes)
-def test_bfloat16_is_as_near_as_bfloat16_is(c):
+def test_bfloat16_is_as_near_as_bfloat16_is(compiled, c):
     layer, inputs = case(c, size=1.0)
     wanted, wanted_grads = run(layer, "reference", torch.float64, *inputs)
     # where one key is visible the true gradient is 0 and the rest of a difference remains: noise of
     # bfloat16's own size, so errors are measured against the largest gradient
     size = 3 * max(float(g.norm()) for g in wanted_grads.values())
     own, own_grads = run(layer, "reference", torch.bfloat16, *inputs)
-    fused, fused_grads = run(layer, "fused", torch.bfloat16, *inputs)
+    with core(compiled):
+        fused, fused_grads = run(layer, "fused", torch.bfloat16, *inputs)
     assert error(fused, wanted, 0.1) < max(0.03, 3 * error(own, wanted, 0.1))
     for name, grad in wanted_grads.items():
         limit = max(0.03, 3 * error(own_grads[name], grad, 0.1 * size))
         assert error(fused_grads[name], grad, 0.1 * size) < limit, name
 
 
-def test_nothing_of_the_size_of_the_scores_is_kept():
+@both_cores
+def test_nothing_of_the_size_of_the_scores_is_kept(compiled):
     B, T, M, N, H, P = 2, 32, 32, 4, 8, 200
     layer = make_layer(0, N, H, P, 1.0).float()
     layer.implementation = "fused"
@@ -131,7 +151,8 @@ def test_nothing_of_the_size_of_the_scores_is_kept():
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: kept.append(t.numel()) or t, lambda t: t
     ):
-        layer(h, T, positions, Visible(T, M, None, None, CPU))
+        with core(compiled):
+            layer(h, T, positions, Visible(T, M, None, None, CPU))
     assert kept and max(kept) < B * N * T * (M + T)
 
 
