@@ -1,7 +1,8 @@
 """From token ids to vectors and back to log-probabilities: plain tied, or adaptive by frequency.
 
-Both classes have the same methods: `forward(ids)`, `nll(h, targets)` and `log_probs(h)`;
-`divergence` compares what two models predict.
+Both classes have the same methods: `embed(ids)`, `nll(h, targets)`, `log_probs(h)` and
+`divergence(h, soft)`. They are called through `forward(x, "nll", targets)`: ZeRO-3 shows a module's
+parameters only while it is called so, and once more in its backward pass.
 Shapes: B batch, T tokens, D model width, V vocabulary.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,35 @@ from torch.utils.checkpoint import checkpoint
 _LOGITS = 1 << 24  # the most logits to hold at a time: 64 MB in float32
 
 
-class TiedVocabulary(nn.Module):
+class _Vocabulary(nn.Module):
+    """What both kinds share."""
+
+    def forward(self, x: Tensor, task: str = "embed", *args: Any) -> Tensor:
+        """One of the methods, by name."""
+        return getattr(self, task)(x, *args)
+
+    def divergence(self, h_BTD: Tensor, soft: SoftTargets) -> Tensor:
+        """Distillation (Hinton et al. 2015): temperature^2 KL(soft || these), [B, T] in nats.
+
+        Never a [tokens, vocabulary] matrix for all tokens: some at a time, as in `nll`.
+        """
+        size = max(_LOGITS // (4 * self.vocab_size), 1)
+        h, soft_h = h_BTD.flatten(0, 1).split(size), soft.h_BTD.flatten(0, 1).split(size)
+        rows = [
+            checkpoint(self._divergence, *pair, soft, use_reentrant=False)
+            for pair in zip(h, soft_h, strict=True)
+        ]
+        return torch.cat(rows).view(h_BTD.shape[:2])
+
+    def _divergence(self, h: Tensor, soft_h: Tensor, soft: SoftTargets) -> Tensor:
+        log_q = (self.log_probs(h) / soft.temperature).log_softmax(-1)
+        with torch.no_grad():
+            log_p = (soft.vocabulary.log_probs(soft_h) / soft.temperature).log_softmax(-1)
+        kl = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+        return soft.temperature**2 * kl
+
+
+class TiedVocabulary(_Vocabulary):
     """One matrix for input and output (Press and Wolf 2017), with an output bias."""
 
     def __init__(self, vocab_size: int, d_model: int):
@@ -28,7 +58,7 @@ class TiedVocabulary(nn.Module):
         self.embedding = nn.Parameter(torch.empty(vocab_size, d_model))
         self.bias = nn.Parameter(torch.empty(vocab_size))
 
-    def forward(self, ids_BT: Tensor) -> Tensor:
+    def embed(self, ids_BT: Tensor) -> Tensor:
         """Vectors [B, T, D], scaled by sqrt(D) as in Transformer-XL."""
         return F.embedding(ids_BT, self.embedding) * math.sqrt(self.embedding.shape[1])
 
@@ -57,7 +87,7 @@ class TiedVocabulary(nn.Module):
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
 
 
-class AdaptiveVocabulary(nn.Module):
+class AdaptiveVocabulary(_Vocabulary):
     """Adaptive input and adaptive softmax with tied clusters (Grave et al. 2017; Baevski and Auli
     2019; the tying of Transformer-XL on WikiText-103).
 
@@ -88,7 +118,7 @@ class AdaptiveVocabulary(nn.Module):
             self.cluster_weight = nn.Parameter(torch.empty(len(cutoffs), widths[0]))
             self.cluster_bias = nn.Parameter(torch.empty(len(cutoffs)))
 
-    def forward(self, ids_BT: Tensor) -> Tensor:
+    def embed(self, ids_BT: Tensor) -> Tensor:
         """Vectors [B, T, D], scaled by sqrt(D)."""
         ids = ids_BT.flatten()
         last = len(self.embeddings) - 1
@@ -165,28 +195,6 @@ class SoftTargets:
     vocabulary: TiedVocabulary | AdaptiveVocabulary
     h_BTD: Tensor
     temperature: float
-
-
-def divergence(
-    vocabulary: TiedVocabulary | AdaptiveVocabulary, h_BTD: Tensor, soft: SoftTargets
-) -> Tensor:
-    """Distillation (Hinton et al. 2015): temperature^2 KL(soft || these), [B, T] in nats.
-
-    Never a [tokens, vocabulary] matrix for all tokens: some at a time, as in `nll`.
-    """
-    size = max(_LOGITS // (4 * vocabulary.vocab_size), 1)
-    parts = zip(h_BTD.flatten(0, 1).split(size), soft.h_BTD.flatten(0, 1).split(size), strict=True)
-    rows = [checkpoint(_divergence, vocabulary, h, soft, s, use_reentrant=False) for h, s in parts]
-    return torch.cat(rows).view(h_BTD.shape[:2])
-
-
-def _divergence(
-    vocabulary: TiedVocabulary | AdaptiveVocabulary, h: Tensor, soft: SoftTargets, soft_h: Tensor
-) -> Tensor:
-    log_q = (vocabulary.log_probs(h) / soft.temperature).log_softmax(-1)
-    with torch.no_grad():
-        log_p = (soft.vocabulary.log_probs(soft_h) / soft.temperature).log_softmax(-1)
-    return soft.temperature**2 * F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 
 
 def _wide(x: Tensor) -> Tensor:

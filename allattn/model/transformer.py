@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from allattn.config import ModelConfig
-from allattn.model.adaptive import (
-    AdaptiveVocabulary,
-    SoftTargets,
-    TiedVocabulary,
-    divergence,
-)
+from allattn.model.adaptive import AdaptiveVocabulary, SoftTargets, TiedVocabulary
 from allattn.model.attention import Attention, KeyValues
 from allattn.model.positions import Visible, falling_distances, sinusoids
 
@@ -168,9 +163,12 @@ class TransformerLM(nn.Module):
         x, memory = self.hidden(ids_BT, memory, padding_B)
         x = self.dropout(self.norm(x))
         if targets_BT is not None:
-            soft = None if soft_targets is None else divergence(self.vocabulary, x, soft_targets)
-            return Output(memory, nll=self.vocabulary.nll(x, targets_BT), divergence=soft)
-        return Output(memory, log_probs=self.vocabulary.log_probs(x[:, -1:] if last_only else x))
+            soft = None
+            if soft_targets is not None:
+                soft = self.vocabulary(x, "divergence", soft_targets)
+            return Output(memory, nll=self.vocabulary(x, "nll", targets_BT), divergence=soft)
+        x = x[:, -1:] if last_only else x
+        return Output(memory, log_probs=self.vocabulary(x, "log_probs"))
 
     def empty_cache(self) -> Memory:
         """Memory for a stream to evaluate: holds keys and values, so none is computed twice."""

@@ -66,23 +66,38 @@ def _heads_of_share(share: float, head: float, fixed: float, heads: int, where: 
     return min(k, heads)
 
 
-def apportion(k: int, sizes: list[int], min_heads: int) -> list[int]:
+def apportion(
+    k: int, sizes: list[int], min_heads: int, at_most: list[int] | None = None
+) -> list[int]:
     """How many of k heads each layer keeps when all keep the same share (`scope: layer`).
 
     One head at a time goes to the layer that is furthest below its share, the lower one on a tie.
+
+    Args:
+        k: heads in all.
+        sizes: what shares are shares of, by layer.
+        min_heads: so many at least, where a layer has them.
+        at_most: heads that a layer still has, where it lost some.
     """
+    at_most = sizes if at_most is None else at_most
     total = max(sum(sizes), 1)
-    quotas = [min(min_heads, n) for n in sizes]
-    while sum(quotas) < min(k, total):
+    quotas = [min(min_heads, n) for n in at_most]
+    while sum(quotas) < min(k, sum(at_most)):
         lacking = [
-            (k * n / total - q if q < n else -math.inf, -layer)
-            for layer, (n, q) in enumerate(zip(sizes, quotas, strict=True))
+            (k * n / total - q if q < most else -math.inf, -layer)
+            for layer, (n, q, most) in enumerate(zip(sizes, quotas, at_most, strict=True))
         ]
         quotas[-max(lacking)[1]] += 1
     return quotas
 
 
-def select(scores: list[list[float]], k: int, scope: str, min_heads: int) -> list[list[int]]:
+def select(
+    scores: list[list[float]],
+    k: int,
+    scope: str = "global",
+    min_heads: int = 0,
+    sizes: list[int] | None = None,
+) -> list[list[int]]:
     """The heads that stay: exactly min(k, all of them).
 
     Args:
@@ -90,16 +105,17 @@ def select(scores: list[list[float]], k: int, scope: str, min_heads: int) -> lis
         k: heads that stay.
         scope: `global`: the best k wherever they are; `layer`: the same share of every layer.
         min_heads: how many stay in a layer at least, where it has so many.
+        sizes: `layer`: what the share is of, by layer; default: the heads that have a score.
 
     Returns:
         By layer, rising head numbers.
     """
-    sizes = list(map(len, scores))
+    present = list(map(len, scores))
     ranked = [sorted(range(len(s)), key=lambda h, s=s: (-s[h], h)) for s in scores]
     if scope == "layer":
-        quotas = apportion(k, sizes, min_heads)
+        quotas = apportion(k, sizes or present, min_heads, present)
     else:
-        quotas = [min(min_heads, n) for n in sizes]
+        quotas = [min(min_heads, n) for n in present]
         rest = sorted(
             (-scores[layer][head], layer, head)
             for layer, order in enumerate(ranked)

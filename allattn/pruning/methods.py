@@ -29,7 +29,6 @@ from allattn.pruning.gates import (
 )
 from allattn.pruning.schedule import annealed, heads_at, heads_to_keep, ramp
 
-CLOSED_FOR_GOOD = 0.1  # P(open) below it, on several checks in a row, lets a head go early
 FAR = 0.05  # of the run's heads: a Lagrangian further from its target at the end is warned about
 
 
@@ -56,6 +55,7 @@ class Method:
     """
 
     learns = True  # it has gates that an optimiser has to move
+    closed_below = 0.1  # a head with a smaller P(open) is closed
 
     def __init__(self, config: PruneConfig, seed: int, state: PruningState):
         """Start, or go on from, a state."""
@@ -120,11 +120,11 @@ class Method:
         """The heads that stay when the stage ends, and how ready the gates were for it.
 
         With a target exactly so many stay: those with the largest log_alpha. `undecided` counts
-        gates with 0.1 < P(open) < 0.9, `cut_open` those of the heads cut that evaluation still had
-        open.
+        gates with closed_below < P(open) < 0.9, `cut_open` those of the heads cut that evaluation
+        still had open.
         """
         p = self.probabilities(log_alpha)
-        undecided = sum(0.1 < x < 0.9 for row in p for x in row)
+        undecided = sum(self.closed_below < x < 0.9 for row in p for x in row)
         is_open = self.open_now(log_alpha)
         kept = self._best(log_alpha)
         cut_open = sum(len(set(a) - set(b)) for a, b in zip(is_open, kept, strict=True))
@@ -145,20 +145,21 @@ class Method:
         may_go = []
         for layer, row in enumerate(p):
             for head, probability in enumerate(row):
-                closed = probability < CLOSED_FOR_GOOD
+                closed = probability < self.closed_below
                 checks = self.state.closed_checks[layer][head] + 1 if closed else 0
                 self.state.closed_checks[layer][head] = checks
                 if checks >= self.config.patience:
-                    may_go.append((probability, layer, head))
+                    may_go.append((probability, -layer, -head))
         left = list(map(len, p))
         floors = [min(self.config.min_heads, n) for n in left]
         total = 0
         if self.target is not None:
             total = self.target
             if self.config.scope == "layer":
-                floors = self._quotas()
+                floors = self._quotas(self.target, left)
         going = set()
-        for _, layer, head in sorted(may_go):
+        for _, layer, head in sorted(may_go):  # the higher layer and head first: ties stay low
+            layer, head = -layer, -head
             if sum(left) > total and left[layer] > floors[layer]:
                 left[layer] -= 1
                 going.add((layer, head))
@@ -187,18 +188,16 @@ class Method:
             is_open = self.open_now(log_alpha)
             least = select(rows, 0, "global", self.config.min_heads)
             return [sorted({*a, *b}) for a, b in zip(is_open, least, strict=True)]
-        if self.config.scope == "layer":
-            quotas = [min(q, len(r)) for q, r in zip(self._quotas(), rows, strict=True)]
-            return [
-                select([row], quota, "global", 0)[0]
-                for row, quota in zip(rows, quotas, strict=True)
-            ]
-        return select(rows, self.target, "global", self.config.min_heads)
+        return self._select(rows, self.target)
 
-    def _quotas(self, k: int | None = None) -> list[int]:
+    def _select(self, rows: list[list[float]], k: int) -> list[list[int]]:
+        """The best k of scores by layer and head, as the scope has it."""
+        c = self.config
+        return select(rows, k, c.scope, c.min_heads, self.state.initial_heads)
+
+    def _quotas(self, k: int, present: list[int]) -> list[int]:
         """`scope: layer`: heads of each layer when k are left, of those the stage began with."""
-        k = self.target if k is None else k
-        return apportion(k, self.state.initial_heads, self.config.min_heads)
+        return apportion(k, self.state.initial_heads, self.config.min_heads, present)
 
     def _sizes(self, log_alpha: list[Tensor | None]) -> list[int]:
         return [0 if a is None else len(a) for a in log_alpha]
@@ -295,7 +294,9 @@ class HardConcrete(Method):
             multipliers = expected.new_tensor(self.state.multipliers)
             groups = expected if self.config.scope == "layer" else expected.sum()[None]
             goals = self._goals(stage_step)
-            gap = (groups - expected.new_tensor(goals)) / self.state.run_heads
+            gap = (groups - expected.new_tensor(goals)) / expected.new_tensor(
+                self._sizes_of_groups()
+            )
             term = (multipliers[:, 0] * gap + multipliers[:, 1] * gap**2).sum()
             linear, quadratic = multipliers.mean(0).tolist()
             logged = {"penalty_weight": linear, "penalty_weight_quadratic": quadratic}
@@ -313,10 +314,11 @@ class HardConcrete(Method):
         by_layer = logged["expected_by_layer"]
         groups = by_layer if self.config.scope == "layer" else [sum(by_layer)]
         rate = self.config.lagrangian_lr
-        for pair, expected, goal in zip(
-            self.state.multipliers, groups, self._goals(stage_step), strict=True
+        goals, sizes = self._goals(stage_step), self._sizes_of_groups()
+        for pair, expected, goal, size in zip(
+            self.state.multipliers, groups, goals, sizes, strict=True
         ):
-            gap = (expected - goal) / self.state.run_heads
+            gap = (expected - goal) / size
             pair[0] += rate * gap
             pair[1] += rate * gap**2
 
@@ -350,11 +352,18 @@ class HardConcrete(Method):
                 )
         return found
 
+    def _sizes_of_groups(self) -> list[float]:
+        """What a group's gap is a share of: the run's heads, or those a layer began with."""
+        if self.config.scope == "layer":
+            return [float(max(n, 1)) for n in self.state.initial_heads]
+        return [float(self.state.run_heads)]
+
     def _goals(self, stage_step: int) -> list[float]:
         """Wanted open heads of each group: from all to the target, along a line."""
         done = ramp(self.config, stage_step)
         if self.config.scope == "layer":
-            pairs = list(zip(self.state.initial_heads, self._quotas(), strict=True))
+            initial = self.state.initial_heads
+            pairs = list(zip(initial, self._quotas(self.target, initial), strict=True))
         else:
             pairs = [(sum(self.state.initial_heads), self.target)]
         return [start + (end - start) * done for start, end in pairs]
@@ -409,13 +418,12 @@ class Subset(Method):
 
     def open_now(self, log_alpha: list[Tensor | None]) -> list[list[int]]:
         """The best K without noise."""
-        rows, k = _rows(log_alpha), self.state.open_count
-        if self.config.scope == "layer":
-            return [
-                select([row], quota, "global", 0)[0]
-                for row, quota in zip(rows, self._quotas(k), strict=True)
-            ]
-        return select(rows, k, "global", self.config.min_heads)
+        return self._select(_rows(log_alpha), self.state.open_count)
+
+    @property
+    def closed_below(self) -> float:
+        """A tenth of the average: with few of many heads open, a good one is open seldom too."""
+        return 0.1 * self.state.open_count / max(sum(map(len, self.state.closed_checks)), 1)
 
     def probabilities(self, log_alpha: list[Tensor | None]) -> list[list[float]]:
         """About how often noise opens each head: the relaxed top k at temperature 1."""
@@ -455,7 +463,7 @@ class Subset(Method):
             return [(every, min(k, len(every)))]
         return [
             (positions, min(quota, len(positions)))
-            for positions, quota in zip(every.split(sizes), self._quotas(k), strict=True)
+            for positions, quota in zip(every.split(sizes), self._quotas(k, sizes), strict=True)
         ]
 
 
@@ -486,19 +494,15 @@ class Scored(Method):
             due = stage_step % self.config.every == 0 or stage_step == stage_steps
             start = sum(self.state.initial_heads)
             k = heads_at(self.config, stage_step, stage_steps, start, self.target)
+            if stage_step == stage_steps:
+                k = self.target  # also where the schedule was longer than the stage
         return k if due and k < sum(map(len, self.state.open_heads)) else None
 
     def cut(self, scores: list[list[float]], k: int) -> list[list[int]]:
         """Close all but the best k of the open heads; returns the open ones by layer."""
         is_open = self.state.open_heads
         rows = [[row[h] for h in heads] for row, heads in zip(scores, is_open, strict=True)]
-        if self.config.scope == "layer":
-            best = [
-                select([row], quota, "global", 0)[0]
-                for row, quota in zip(rows, self._quotas(k), strict=True)
-            ]
-        else:
-            best = select(rows, k, "global", self.config.min_heads)
+        best = self._select(rows, k)
         self.state.open_heads = [
             [heads[i] for i in chosen] for heads, chosen in zip(is_open, best, strict=True)
         ]

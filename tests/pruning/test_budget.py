@@ -170,8 +170,7 @@ def target(config: PruneConfig, first: ModelConfig, where: str = "prune") -> int
 def test_all_three_budgets_agree_where_heads_are_all_there_is(first):
     for share in [*SHARES, 0.123, 1 / 3, 0.999]:
         found = {
-            target(prune(**{key: share}), first)
-            for key in ("keep", "keep_params", "keep_flops")
+            target(prune(**{key: share}), first) for key in ("keep", "keep_params", "keep_flops")
         }
         assert found == {math.floor(share * sum(first.heads) + 0.5)}, share
 

@@ -21,7 +21,7 @@ from allattn.pruning.gates import (
     log_alphas,
     open_probability,
 )
-from allattn.pruning.methods import CLOSED_FOR_GOOD, HardConcrete, PruningState
+from allattn.pruning.methods import HardConcrete, PruningState
 
 LEVELS = torch.tensor([-4.0, -2.5, -1.0, -0.3, 0.0, 0.7, 2.0, 3.5], dtype=torch.float64)
 
@@ -379,7 +379,7 @@ def test_a_penalty_keeps_what_is_open():
 
 def test_early_removal_needs_patience_and_stops_at_the_target():
     closed, shut, opened = -4.0, -5.0, 2.0
-    assert float(open_probability(torch.tensor(closed))) < CLOSED_FOR_GOOD
+    assert float(open_probability(torch.tensor(closed))) < HardConcrete.closed_below
     state = PruningState([3, 2], 5, closed_checks=[[0] * 3, [0] * 2])
     pruner = HardConcrete(PruneConfig(keep=0.4, patience=2), 1, state)
 
