@@ -1,7 +1,8 @@
 """The `allattn` command. Heavy imports wait until a command needs them.
 
-Exit status: 0 done, 1 the run failed, 2 wrong usage or config. Results go to stdout (with --json
-one object and nothing else), everything else to stderr. A user's error is one line.
+Exit status: 0 done, 1 the run failed, 2 wrong usage or config, 75 stopped by SIGTERM and saved.
+Results go to stdout (with --json one object and nothing else), everything else to stderr. A user's
+error is one line.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         return _fail(error, 2)
     except (ValueError, OSError, RuntimeError) as error:
+        if type(error).__name__ == "Stopped":
+            return _fail(error, 75)  # EX_TEMPFAIL: try again, with --resume
         if not _is_ours(error):
             raise
         return _fail(error, 1)

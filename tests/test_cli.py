@@ -268,7 +268,7 @@ def test_values_that_only_a_library_refuses(tiny_yaml, tmp_path, fails, override
 def test_an_interrupt_is_no_traceback(tiny_yaml, tmp_path, monkeypatch, capsys):
     from allattn.training.trainer import Trainer
 
-    def interrupted(self, stage_step):
+    def interrupted(self):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Trainer, "_train_step", interrupted)
@@ -280,7 +280,7 @@ def test_our_own_mistakes_do_show_a_traceback(tiny_yaml, tmp_path, monkeypatch):
     """Only what a user caused is cut to a line."""
     from allattn.training.trainer import Trainer
 
-    def broken(self, stage_step):
+    def broken(self):
         return [][1]
 
     monkeypatch.setattr(Trainer, "_train_step", broken)

@@ -179,7 +179,7 @@ VALUES = [
     ("model.n_heads=0", "model.n_heads"), ("model.n_heads=-1", "model.n_heads"),
     ("model.cutoffs=[5]", "model.cutoffs"), ("model.position=absolute", "model.position"),
     ("model.embedding=tide", "model.embedding"), ("model.attention=fast", "model.attention"),
-    ("train.precision=fp16", "train.precision"), ("train.engine=horovod", "train.engine"),
+    ("train.precision=fp8", "train.precision"), ("train.engine=horovod", "train.engine"),
     ("train.device=tpu", "train.device"), ("train.optimizer.name=sgd", "train.optimizer.name"),
     ("train.batch_size=0", "train.batch_size"),
     ("train.eval_batch_size=0", "train.eval_batch_size"),

@@ -1,9 +1,10 @@
-"""Measure training, evaluation, generation and scaling on this machine; every ratio within one run.
+"""Measure training, evaluation, generation, scaling, saving; every ratio within one run.
 
     python tools/benchmark.py train --size small [--precision fp32 bf16] [--json]
     python tools/benchmark.py evaluate --size small
     python tools/benchmark.py generate --size small
     python tools/benchmark.py scaling --size small
+    python tools/benchmark.py save --size paper
 
 FLOPs are counted from the shapes: two a multiply-add, matrix products only; of content keys those
 that the causal mask leaves visible; the memory's keys and values as often as they are computed; a
@@ -19,6 +20,7 @@ import json
 import multiprocessing
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +33,7 @@ from allattn.inference.generate import generate
 from allattn.model.scoring import score_stream
 from allattn.model.transformer import Memory, TransformerLM, count_parameters, flops_per_token
 from allattn.training.optim import build_optimizer
+from allattn.training.state import MOMENTS, Snapshot, save_checkpoint
 
 SIZES = {
     "small": (8, {
@@ -315,6 +318,33 @@ def stack_step(config: ModelConfig, batch: int, train: bool) -> Callable[[], Non
     return run
 
 
+def benchmark_save(args: argparse.Namespace) -> dict[str, Any]:
+    """How many training steps a checkpoint of weights, moments and memory takes as long as."""
+    batch, config = size_config(args.size)
+    batch = args.batch or batch
+    step = Step(config, batch, args.precision[0])
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+
+        def save() -> None:
+            named = dict(step.model.named_parameters())
+            snapshot = Snapshot({name: p.detach().cpu() for name, p in named.items()})
+            for name, p in named.items():
+                for key in MOMENTS:
+                    snapshot.moments[key][name] = step.optimizer.state[p][key].cpu()
+            memory = {f"layer_{i:02d}": h.cpu() for i, h in enumerate(step.memory.hidden)}
+            save_checkpoint(Path(folder) / "checkpoints", snapshot, memory, {"step": 1})
+
+        times = in_turn({"step": step, "save": save}, args.repeats)
+        size = sum(f.stat().st_size for f in Path(folder).rglob("*.safetensors"))
+    return {
+        "size": args.size,
+        "device": device_name(),
+        "megabytes": size / 1e6,
+        "ratio": times["save"] / times["step"],
+        "rows": [{"what": k, "milliseconds": 1000 * t} for k, t in times.items()],
+    }
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Rows as aligned text."""
 
@@ -333,12 +363,13 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["train", "evaluate", "generate", "scaling"])
+    parser.add_argument("what", choices=["train", "evaluate", "generate", "scaling", "save"])
     parser.add_argument("--size", choices=list(SIZES), default="small")
     parser.add_argument("--precision", nargs="+", choices=list(PRECISIONS), default=["fp32"])
     parser.add_argument("--batch", type=int, help="default: the size's own")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=4000, help="generate: how far")
+    parser.add_argument("--folder", help="save: where; default: the temporary folder")
     parser.add_argument("--threads", type=int, help="default: all cores")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     args = parser.parse_args()

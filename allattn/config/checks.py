@@ -11,7 +11,9 @@ CHOICES = {
     "model.position": ("sinusoidal", "learned"),
     "model.embedding": ("tied", "adaptive"),
     "model.attention": ("auto", "reference", "fused"),
-    "train.precision": ("fp32", "bf16"),
+    "train.precision": ("fp32", "bf16", "fp16"),
+    "train.save_error": ("stop", "continue"),
+    "train.non_finite": ("stop", "skip"),
     "train.engine": ("auto", "local", "deepspeed"),
     "train.device": ("auto", "cpu", "cuda"),
     "train.optimizer.name": ("adamw",),
@@ -57,11 +59,14 @@ def validate(config: Config) -> None:
     """
     check_model(config.model)
     train = config.train
-    for key in ("precision", "engine", "device"):
+    for key in ("precision", "engine", "device", "save_error", "non_finite"):
         _choice(f"train.{key}", getattr(train, key))
     _choice("train.optimizer.name", train.optimizer.name)
     for key in ("batch_size", "eval_batch_size", "eval_every", "save_every", "log_every"):
         _at_least(f"train.{key}", getattr(train, key), 1)
+    if train.keep_last is not None:
+        _at_least("train.keep_last", train.keep_last, 1)
+    _at_least("train.max_skipped", train.max_skipped, 0)
     _at_least("train.clip_norm", train.clip_norm, 0)
     _at_least("train.optimizer.lr", train.optimizer.lr, 0)
     _at_least("train.optimizer.weight_decay", train.optimizer.weight_decay, 0)

@@ -92,6 +92,12 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     eval_every: int = 200
     save_every: int = 200
+    keep_last: int | None = (
+        None  # checkpoints that stay, and the best by valid perplexity; None: all
+    )
+    save_error: str = "stop"  # a checkpoint that cannot be written (a full disk): stop, or continue
+    non_finite: str = "stop"  # a NaN or infinite loss or gradient: stop, or skip the update
+    max_skipped: int = 10  # updates skipped in a run before it stops all the same
     log_every: int = 10
     compile: bool = False  # torch.compile on each layer (needs a C++ compiler on the CPU)
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory

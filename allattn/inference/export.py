@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from allattn.inference.load import Source
 from allattn.model.transformer import count_parameters
-from allattn.training.state import FORMAT_VERSION, read_json, save_tensors, write_json
+from allattn.training.state import (
+    FORMAT_VERSION,
+    read_json,
+    replace_folder,
+    save_tensors,
+    write_json,
+)
 
 
 def export(source: Source, out: str | Path, overwrite: bool = False) -> Path:
@@ -43,11 +48,7 @@ def export(source: Source, out: str | Path, overwrite: bool = False) -> Path:
     tokenizer.save(partial)
     (partial / "README.md").write_text(_card(source, info), encoding="utf-8")
     write_json(partial / "config.json", info)
-    old = out.with_name(f".old_{out.name}")
-    if out.exists():
-        os.replace(out, old)
-    os.replace(partial, out)
-    shutil.rmtree(old, ignore_errors=True)
+    replace_folder(partial, out, out.with_name(f".old_{out.name}"))
     return out
 
 

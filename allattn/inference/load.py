@@ -12,7 +12,7 @@ from allattn.config import ModelConfig
 from allattn.data.lanes import Corpus
 from allattn.data.tokenizers import Tokenizer, load_tokenizer
 from allattn.model.transformer import TransformerLM
-from allattn.training.state import Weights, load_weights
+from allattn.training.state import Weights, blaming, load_weights
 
 
 @dataclass
@@ -78,9 +78,11 @@ def open_source(path: str | Path) -> Source:
     weights = load_weights(path)
     info = weights.info
     if "model_type" in info:  # an export
-        return Source(weights, Path(info["data"]), weights.path, info["tokenizer"])
-    data = Path(info["config"]["data"]["dir"])
-    return Source(weights, data, data, info["tokenizer"])
+        with blaming(weights.path / "config.json"):
+            return Source(weights, Path(info["data"]), weights.path, info["tokenizer"])
+    with blaming(weights.path / "meta.json"):
+        data = Path(info["config"]["data"]["dir"])
+        return Source(weights, data, data, info["tokenizer"])
 
 
 def load_pretrained(path: str | Path, **changes: Any) -> TransformerLM:

@@ -7,12 +7,12 @@ alone imports deepspeed.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,41 +21,8 @@ from torch import Tensor
 from allattn.config import Config
 from allattn.model.transformer import Output, TransformerLM
 from allattn.training.optim import build_optimizer
+from allattn.training.ranks import PeerWatch, World
 from allattn.training.state import MOMENTS, Snapshot
-
-
-@dataclass
-class World:
-    """Who we are among the ranks."""
-
-    rank: int
-    size: int
-    device: torch.device
-    deepspeed: bool
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum over ranks, in place."""
-        if self.size > 1:
-            torch.distributed.all_reduce(values)
-        return values
-
-    def gather_lanes(self, lanes: Tensor) -> Tensor:
-        """Concatenate every rank's lanes, in rank order."""
-        if self.size == 1:
-            return lanes
-        parts = [torch.empty_like(lanes) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, lanes.contiguous())
-        return torch.cat(parts)
-
-    def barrier(self) -> None:
-        """Wait for the other ranks."""
-        if self.size > 1:
-            torch.distributed.barrier()
-
-    def close(self) -> None:
-        """Leave the process group."""
-        if self.deepspeed:
-            torch.distributed.destroy_process_group()
 
 
 def connect(config: Config) -> World:
@@ -87,9 +54,9 @@ def connect(config: Config) -> World:
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
-    return World(
-        torch.distributed.get_rank(), torch.distributed.get_world_size(), device, deepspeed=True
-    )
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    watch = PeerWatch(rank, size) if size > 1 else None
+    return World(rank, size, device, deepspeed=True, watch=watch)
 
 
 def build_engine(
@@ -117,20 +84,30 @@ class LocalEngine:
         """Forward."""
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: Tensor, last: bool) -> None:
-        """Accumulate the gradient of one micro-batch's share of the mean loss."""
-        (loss / self.n_micro).backward()
+    def backward(self, loss: Tensor, last: bool, scale: float = 1.0) -> None:
+        """Accumulate the gradient of one micro-batch's share of the mean loss, times `scale`."""
+        (loss * (scale / self.n_micro)).backward()
 
-    def step(self, lrs: dict[str, float]) -> float:
-        """Clip, update with these rates by group kind, clear gradients; gives the gradient norm."""
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.module.parameters(), self.clip_norm or float("inf"), foreach=True
+    def step(self, lrs: dict[str, float], scale: float = 1.0) -> float:
+        """Undo the scale, clip, update with these rates by group kind, clear gradients.
+
+        Returns:
+            The gradient norm before clipping. Where it is not finite, nothing was updated.
+        """
+        if scale != 1.0:
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+            torch._foreach_mul_(grads, 1 / scale)
+        norm = float(
+            torch.nn.utils.clip_grad_norm_(
+                self.module.parameters(), self.clip_norm or float("inf"), foreach=True
+            )
         )
         for group in self.optimizer.param_groups:
             group["lr"] = lrs[group["kind"]]
-        self.optimizer.step()
+        if math.isfinite(norm):
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(norm)
+        return norm
 
     def read(self, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         """Some parameters by name, on the CPU; there they share storage until the next step."""
@@ -170,6 +147,7 @@ class DeepSpeedEngine:
             "gradient_clipping": config.train.clip_norm,
             "steps_per_print": config.deepspeed.get("steps_per_print", 10**9),
             "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # offloading works with torch's AdamW too
         }
         self.stage = int((config.deepspeed.get("zero_optimization") or {}).get("stage", 0))
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
@@ -183,22 +161,33 @@ class DeepSpeedEngine:
         """Forward."""
         return self.engine(*args, **kwargs)
 
-    def backward(self, loss: Tensor, last: bool) -> None:
+    def backward(self, loss: Tensor, last: bool, scale: float = 1.0) -> None:
         """Accumulate; DeepSpeed divides by the number of micro-batches and reduces over ranks."""
+        if self.stage == 0:
+            loss = loss * scale
+        elif scale != 1.0:
+            self.optimizer.override_loss_scale(scale)
         self.engine.backward(loss)
         if not last:
             self.engine.step()  # counts the micro-batch; updates nothing before the last
 
-    def step(self, lrs: dict[str, float]) -> float:
-        """Clip, update with these rates by group kind; returns the gradient norm."""
+    def step(self, lrs: dict[str, float], scale: float = 1.0) -> float:
+        """As `LocalEngine.step`."""
         for group in self.optimizer.param_groups:
             group["lr"] = lrs[group["kind"]]
-        if self.stage == 0:  # DeepSpeed does not tell the norm there
-            norm = torch.nn.utils.get_total_norm(
-                [p.grad for p in self.module.parameters() if p.grad is not None]
-            )
+        if self.stage == 0:  # DeepSpeed neither unscales there, nor tells the norm, nor looks at it
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+            if scale != 1.0:
+                torch._foreach_mul_(grads, 1 / scale)
+            norm = float(torch.nn.utils.get_total_norm(grads))
+            if not math.isfinite(norm):
+                self.module.zero_grad(set_to_none=True)  # so that the step below updates nothing
+            self.engine.step()
+            return norm
         self.engine.step()
-        return float(norm if self.stage == 0 else self.engine.get_global_grad_norm())
+        if self.optimizer.overflow:
+            return math.inf
+        return float(self.engine.get_global_grad_norm())
 
     def read(self, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         """Some full parameters by name, on the CPU of every rank (all ranks must call it)."""

@@ -20,7 +20,8 @@ from allattn.pruning.gates import MaskGate, log_alphas
 from allattn.pruning.importance import Stream, head_scores
 from allattn.pruning.methods import Method, PruningState, Scored, build_method
 from allattn.pruning.removal import cut_config, cut_tensors, fold_output_scales, without_gates
-from allattn.training.engine import World, build_engine
+from allattn.training.engine import build_engine
+from allattn.training.ranks import World
 from allattn.training.state import Snapshot, check_shapes
 
 
@@ -94,6 +95,8 @@ class LiveModel:
         """Give every head a gate; weights and their moments stay as they are."""
         assert self.masks is None
         target = target_heads(prune, self.config.model, self.run_heads)
+        if target is not None:
+            target = min(target, sum(self.shape.heads))  # an earlier stage may have left fewer
         state = PruningState(list(self.shape.heads), self.run_heads, target)
         self.pruner = build_method(prune, self.config.run.seed, state)
         self._rebuild(self.engine.snapshot())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,32 @@ TRAIN_TAGS = {
     "distill": "train/distill",
     "distill_weight": "train/distill_weight",
 }
+
+
+@dataclass
+class SpikeDetector:
+    """Tells a loss that leaps from one that wavers: four deviations above its running mean.
+
+    Attributes:
+        mean: of the losses so far, the last 20 or so weighing most.
+        square: the same of their squares.
+        seen: how many there were.
+    """
+
+    mean: float = 0.0
+    square: float = 0.0
+    seen: int = 0
+
+    def rises(self, loss: float) -> bool:
+        """Take a step's loss in; whether it is a spike."""
+        deviation = math.sqrt(max(self.square - self.mean**2, 0.0))
+        spike = self.seen >= 20 and loss > self.mean + max(4 * deviation, 0.3)
+        if not spike:  # else the mean to compare with would rise with it
+            self.seen += 1
+            weight = max(1 / self.seen, 0.05)
+            self.mean += weight * (loss - self.mean)
+            self.square += weight * (loss**2 - self.square)
+        return spike
 
 
 class Monitor:
@@ -116,8 +144,11 @@ class Monitor:
         clean = {
             k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()
         }
-        self.file.write(json.dumps(clean) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(clean) + "\n")
+            self.file.flush()
+        except OSError as error:  # a full disk must not end a run that may go on without this line
+            self.say(f"warning: {self.path}: a line is lost ({error.strerror})")
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
@@ -129,4 +160,6 @@ def _drop_lines_after(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue  # a line that a kill cut short
-    path.write_text("".join(kept), encoding="utf-8")
+    partial = path.with_name(f".partial_{path.name}")
+    partial.write_text("".join(kept), encoding="utf-8")
+    os.replace(partial, path)  # killed in between, all lines are still there

@@ -1,7 +1,11 @@
-"""Parameter groups and AdamW. Rates are set at every step by the trainer, never by a scheduler."""
+"""Parameter groups, AdamW, and the loss scale of float16.
+
+Rates are set at every step by the trainer, never by a scheduler.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,3 +48,26 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
         eps=config.eps,
         fused=True,
     )
+
+
+@dataclass
+class LossScale:
+    """What a float16 run multiplies its loss by, so that small gradients do not vanish.
+
+    Halved where a gradient overflows (that step is not taken), doubled after `GROWTH_STEPS` steps
+    without (Micikevicius et al. 2018, section 3.2).
+    """
+
+    GROWTH_STEPS = 2000
+
+    value: float = 2.0**16
+    good_steps: int = 0
+
+    def follow(self, finite: bool) -> None:
+        """A step was tried, and its gradient was finite or not."""
+        if not finite:
+            self.value, self.good_steps = self.value / 2, 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.GROWTH_STEPS:
+            self.value, self.good_steps = self.value * 2, 0

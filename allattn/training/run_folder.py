@@ -43,6 +43,22 @@ def _pairs(key: str, then: Any, now: Any) -> list[tuple[str, Any, Any]]:
     return [row for k in both for row in _pairs(f"{key}.{k}", then.get(k), now.get(k))]
 
 
+def make_folder(run_dir: Path) -> IO[str]:
+    """Make a run's folder and hold it, as `lock_folder` does.
+
+    Raises:
+        ConfigError: another process made it meanwhile.
+    """
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir()
+    except FileExistsError:
+        raise ConfigError(
+            f"{run_dir}: another process has just begun this run; choose another run.name"
+        ) from None
+    return lock_folder(run_dir)
+
+
 def lock_folder(run_dir: Path) -> IO[str]:
     """Hold a run's folder; the lock goes with the process, however it ends.
 

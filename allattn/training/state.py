@@ -7,11 +7,14 @@ many ranks wrote it. Nothing is pickled.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,12 +62,64 @@ def save_checkpoint(
         snapshot: weights and moments.
         memory: `layer_NN` to [lanes, M, D].
         meta: JSON values, `step` among them.
+
+    Raises:
+        OSError, SafetensorError: it could not be written (a full disk); nothing of it is left.
     """
     final = checkpoints / f"step_{meta['step']:08d}"
     partial = checkpoints / f".partial_{final.name}"
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    for left in checkpoints.glob(".*_step_*"):  # by a process that was killed
+        shutil.rmtree(left)
+    try:
+        partial.mkdir()
+        _write_checkpoint(partial, snapshot, memory, meta)
+    except (OSError, SafetensorError):
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk has room again
+        raise
+    replace_folder(partial, final, checkpoints / f".going_{final.name}")
+    _sync(checkpoints)
+    return final
+
+
+def replace_folder(new: Path, place: Path, old: Path) -> None:
+    """Rename a finished folder to its place; one that is there goes only after that.
+
+    Killed in the instant between two renames, `old` holds what was there.
+    """
+    if old.exists():  # of an earlier such kill
+        if place.exists():
+            shutil.rmtree(old)
+        else:
+            os.replace(old, place)
+    if place.exists():
+        os.replace(place, old)
+    os.replace(new, place)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def keep_newest(checkpoints: Path, n: int) -> None:
+    """Delete all checkpoints but the newest n and the best by valid perplexity."""
+    found = checkpoints_of(checkpoints.parent)
+    scored = [(read_meta(path).get("valid_ppl"), path) for path in found]
+    scored = [(ppl, path) for ppl, path in scored if ppl is not None and math.isfinite(ppl)]
+    best = min(scored)[1] if scored else None
+    for path in found[:-n]:
+        if path != best:
+            _discard(path)
+
+
+def _discard(checkpoint: Path) -> None:
+    """Delete a checkpoint; killed halfway, what is left does not look like one."""
+    going = checkpoint.with_name(f".going_{checkpoint.name}")
+    os.replace(checkpoint, going)
+    shutil.rmtree(going)
+
+
+def _write_checkpoint(
+    partial: Path, snapshot: Snapshot, memory: dict[str, Tensor], meta: dict[str, Any]
+) -> None:
     moments = {f"{key}.{n}": t for key, named in snapshot.moments.items() for n, t in named.items()}
     for name, tensors in (
         ("parameters", snapshot.parameters), ("optimizer", moments), ("memory", memory),
@@ -73,11 +128,6 @@ def save_checkpoint(
         save_tensors(path, tensors)
     meta = {"format_version": FORMAT_VERSION, **meta, "adam_steps": snapshot.adam_steps}
     write_json(partial / "meta.json", meta)
-    if final.exists():  # the same step again, after a resume
-        shutil.rmtree(final)
-    os.replace(partial, final)
-    _sync(checkpoints)
-    return final
 
 
 def load_checkpoint(folder: Path) -> tuple[Snapshot, dict[str, Tensor], dict[str, Any]]:
@@ -87,6 +137,8 @@ def load_checkpoint(folder: Path) -> tuple[Snapshot, dict[str, Tensor], dict[str
         ValueError: a missing, damaged or foreign file, named in one line.
     """
     meta = read_meta(folder)
+    with blaming(folder / "meta.json"):
+        adam_steps = dict(meta["adam_steps"])
     parameters = read_tensors(folder / "parameters.safetensors")
     moments: dict[str, dict[str, Tensor]] = {key: {} for key in MOMENTS}
     for name, tensor in read_tensors(folder / "optimizer.safetensors").items():
@@ -95,7 +147,21 @@ def load_checkpoint(folder: Path) -> tuple[Snapshot, dict[str, Tensor], dict[str
             raise ValueError(f"{folder / 'optimizer.safetensors'}: unknown tensor {name}")
         moments[key][parameter] = tensor
     memory = read_tensors(folder / "memory.safetensors")
-    return Snapshot(parameters, moments, meta["adam_steps"]), memory, meta
+    return Snapshot(parameters, moments, adam_steps), memory, meta
+
+
+@contextlib.contextmanager
+def blaming(path: Path) -> Iterator[None]:
+    """What goes wrong inside while a file's values are taken apart is the file's fault.
+
+    Raises:
+        ValueError: naming it.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path}: damaged, or written by another version ({what})") from error
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -175,20 +241,22 @@ def _load_export(folder: Path) -> Weights:
         raise ValueError(
             f"{folder / 'config.json'}: not an allattn export of format version {FORMAT_VERSION}"
         )
-    config = model_config_from_dict(info.get("model", {}), str(folder / "config.json"))
+    with blaming(folder / "config.json"):
+        config = model_config_from_dict(info["model"], str(folder / "config.json"))
     return Weights(config, read_tensors(folder / "model.safetensors"), info, folder)
 
 
 def _load_checkpoint_weights(folder: Path) -> Weights:
     meta = read_meta(folder)
-    config = model_config_from_dict(meta["model"], str(folder / "meta.json"))
     parameters = read_tensors(folder / "parameters.safetensors")
-    kept, scales = meta["masks"], meta["scales"]
-    if meta["pruner"] is not None:
-        prune = PruneConfig(**meta["config"]["stages"][meta["stage"]]["prune"])
-        method = build_method(prune, 0, PruningState(**meta["pruner"]))
-        kept = method.open_now(log_alphas(parameters, config.n_layers))
-        scales = method.output_scales(kept)
+    with blaming(folder / "meta.json"):
+        config = model_config_from_dict(meta["model"], str(folder / "meta.json"))
+        kept, scales = meta["masks"], meta["scales"]
+        if meta["pruner"] is not None:
+            prune = PruneConfig(**meta["config"]["stages"][meta["stage"]]["prune"])
+            method = build_method(prune, 0, PruningState(**meta["pruner"]))
+            kept = method.open_now(log_alphas(parameters, config.n_layers))
+            scales = method.output_scales(kept)
     if kept is not None:
         parameters = fold_output_scales(without_gates(parameters), scales)
         parameters = cut_tensors(parameters, kept, config.d_head)

@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from allattn.config import Config, ConfigError, save_config, with_vocabulary
 from allattn.data.lanes import Corpus, Lanes
+from allattn.model import kernel
 from allattn.model.attention import choose
-from allattn.model.fused import flash_kernel_works
 from allattn.model.scoring import perplexity, score_stream
-from allattn.model.transformer import Memory, TransformerLM
+from allattn.model.transformer import TransformerLM
 from allattn.pruning.budget import target_heads
-from allattn.pruning.importance import Stream
-from allattn.pruning.schedule import Schedule, lr_factor
+from allattn.pruning.schedule import Schedule
 from allattn.training.distill import Teacher, first_stage, save_teacher
 from allattn.training.engine import connect
 from allattn.training.live import LiveModel
-from allattn.training.monitor import Monitor
-from allattn.training.run_folder import check_resumable, lock_folder
+from allattn.training.monitor import Monitor, SpikeDetector
+from allattn.training.run_folder import check_resumable, lock_folder, make_folder
 from allattn.training.state import (
+    Snapshot,
+    blaming,
     check_shapes,
     checkpoints_of,
+    keep_newest,
     load_checkpoint,
     load_weights,
     save_checkpoint,
     with_structure,
 )
+from allattn.training.update import DTYPES, Update, Updater, check_lanes
 
 
-class NonFiniteLoss(RuntimeError):
-    """The loss is NaN or infinite; raised before the optimiser touches the weights."""
+class RankLost(RuntimeError):
+    """Another rank is gone."""
+
+
+class Stopped(RuntimeError):
+    """SIGTERM came (a scheduler's wish to end the job); the run was saved at the next step."""
 
 
 class Trainer:
@@ -63,6 +74,18 @@ class Trainer:
         self.config = config = dataclasses.replace(config)
         self.corpus = Corpus(config.data.dir)
         self.run_dir = Path(config.run.dir) / config.run.name
+        self.world = connect(config)
+        check_lanes(config, self.world)
+        if self.run_dir.exists() and not resume:
+            raise ConfigError(
+                f"{self.run_dir}: the run's folder exists; continue it with --resume, or choose "
+                "another run.name"
+            )
+        self.lock: IO[str] | None = None
+        if self.world.rank == 0 and self.run_dir.exists():
+            # before anything is read: another process may be about to write the newest checkpoint
+            self.lock = lock_folder(self.run_dir)
+        self.world.barrier()  # also: every rank has looked at the folder before rank 0 makes it
         checkpoints = checkpoints_of(self.run_dir)
         # of a run that goes on, the structure is settled, wherever it came from
         config.model = with_structure(config, checkpoints[-1] if checkpoints else None)
@@ -77,28 +100,21 @@ class Trainer:
             self.corpus.tokens("train"), config.train.batch_size, config.model.seq_len
         )
         self.schedule = Schedule(config.stages)
-        self.world = connect(config)
-        self._split_lanes()
-        if self.run_dir.exists() and not resume:
-            raise ConfigError(
-                f"{self.run_dir}: the run's folder exists; continue it with --resume, or choose "
-                "another run.name"
-            )
         self.step, self.stage = 0, -1
-        self.live = LiveModel(config, self.world, self.n_micro)
+        self.updater = Updater(config, self.world, self.lanes)
+        self.live = LiveModel(config, self.world, self.updater.n_micro)
         self.history: list[dict[str, Any]] = []
-        self.memories: list[Memory | None] = [None] * self.n_micro
-        self.teacher: Teacher | None = None
-        self.pruning: dict[str, Any] = {}  # what the method logged of the last step
         self.warned: set[str] = set()
-        self.world.barrier()  # every rank has looked at the folder before rank 0 makes it
+        self.spikes = SpikeDetector()
+        self.valid: tuple[int, float] | None = None  # step and perplexity of the last evaluation
+        self.stop_asked = False
         if checkpoints:
             self._restore(checkpoints[-1])
         else:
             self._start()
         if self.world.rank == 0:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            self.lock = lock_folder(self.run_dir)
+            if self.lock is None:
+                self.lock = make_folder(self.run_dir)
             save_config(config, self.run_dir / "config.yaml")
         self.world.barrier()
         self.monitor = Monitor(
@@ -114,121 +130,112 @@ class Trainer:
         way, why = choose(
             model.attention,
             self.world.device.type,
-            torch.bfloat16 if precision == "bf16" else torch.float32,
+            DTYPES[precision],
             model.attn_dropout,
         )
         self.monitor.say(
             f"{self.live.run_heads} heads, {self.live.n_parameters():,} parameters, {precision} on "
             f"{self.world.size} x {self.world.device.type}; attention: {way} ({why})"
         )
-        if way == "fused" and precision == "bf16" and not flash_kernel_works():
-            self.monitor.say("this PyTorch lacks a kernel that the fused core uses; tiles instead")
+        if way == "fused" and self.world.device.type == "cpu":
+            compiled, why = kernel.load()
+            if compiled is None:
+                self.monitor.say(f"attention in PyTorch's own operations, which is slower: {why}")
 
     # ---- the loop ---------------------------------------------------------------------------
 
     def train(self, stop_at: int | None = None) -> None:
-        """Run to the end of the schedule, or to a step; saves there."""
+        """Run to the end of the schedule, or to a step; saves there.
+
+        Raises:
+            NonFiniteLoss: as configured by `train.non_finite`.
+            Stopped: SIGTERM came; saved.
+            RuntimeError: a checkpoint could not be written, or another rank is gone.
+        """
         end = self.schedule.total_steps if stop_at is None else stop_at
         end = min(end, self.schedule.total_steps)
-        every = self.config.train
         self.clock, self.clock_tokens = time.perf_counter(), 0
-        try:
-            while self.step < end:
-                stage, stage_step = self.schedule.lookup(self.step)
-                if stage != self.stage:
-                    self._begin_stage(stage)
-                self._train_step(stage_step)
-                stage_ends = self.step in self.schedule.ends
-                if stage_ends:
-                    self._finish_stage()
-                else:
-                    self._cut_if_due(stage_step + 1)
-                    self._remove_closed(stage_step + 1)
-                    if self.step % every.eval_every == 0:
-                        self._log_evaluation()
-                        self._warn(at_end=False)
-                if stage_ends or self.step % every.save_every == 0 or self.step == end:
-                    self.save()
-        finally:
-            self.monitor.close()
-            if self.world.rank == 0:
-                self.lock.close()
-
-    def _train_step(self, stage_step: int) -> None:
-        stage = self.config.stages[self.stage]
-        if self.lanes.starts_pass(self.step):
-            self.memories = [None] * self.n_micro
-            if self.teacher is not None:
-                self.teacher.forget()
-        # dropout's noise is a function of seed, step and rank: resuming needs no generator state
-        torch.manual_seed(_mix(self.config.run.seed, self.step, self.world.rank))
-        model, pruner = self.live.engine.module, self.live.pruner
-        model.train()
-        losses = []
-        for m in range(self.n_micro):
-            lanes = self._micro_lanes(m)
-            inputs, targets = self._batch(self.step, lanes)
-            self.live.draw(self.step, stage_step, stage.steps, lanes)
-            with self._autocast():
-                soft = None
-                if stage.distill is not None:
-                    soft = self.teacher(m, inputs, stage.distill.temperature)
-                output = self.live.engine(inputs, targets, self.memories[m], soft_targets=soft)
-                terms = [output.nll.mean()]
-                if soft is not None:
-                    terms.append(output.divergence.mean())
-            losses.append(torch.stack([term.detach().double() for term in terms]))
-            weight = 0.0 if soft is None else stage.distill.weight
-            loss = terms[0] if soft is None else (1 - weight) * terms[0] + weight * terms[1]
-            if pruner is not None:
-                term, self.pruning = pruner.objective(model, stage_step)
-                loss = loss if term is None else loss + term.to(loss.device)
-            self.memories[m] = output.memory
-            self.live.engine.backward(loss, last=m == self.n_micro - 1)
-        means = self.world.sum(torch.stack(losses).mean(0)) / self.world.size
-        cross_entropy = float(means[0])
-        if not means.isfinite().all():
-            raise NonFiniteLoss(
-                f"step {self.step}: the loss is {cross_entropy}; the weights are still those of "
-                "the step before (lower train.optimizer.lr, or set train.clip_norm)"
+        with self._sigterm():
+            try:
+                while self.step < end and not self.stop_asked:
+                    taken = self._train_step()
+                    if self.stop_asked or taken and (self.step == end or self._save_is_due()):
+                        self.save()
+            except RuntimeError as error:
+                if self.world.is_lost_connection(error):
+                    raise RankLost(
+                        f"{self.run_dir}: rank {self.world.rank} lost the others in a step after "
+                        f"{self.step}: one of them died (its own output says why); continue with "
+                        "--resume"
+                    ) from error
+                raise
+            finally:
+                self.monitor.close()
+                if self.lock is not None:
+                    self.lock.close()
+        if self.stop_asked:
+            raise Stopped(
+                f"{self.run_dir}: SIGTERM; saved after step {self.step}, continue with --resume"
             )
-        lrs = self._learning_rates(stage_step)
-        grad_norm = self.live.engine.step(lrs)
-        if pruner is not None:
-            pruner.after_step(self.pruning, stage_step)
-        self.step += 1
-        self.clock_tokens += self.config.train.batch_size * self.config.model.seq_len
-        self.monitor.advance()
-        if self.step % self.config.train.log_every == 0:
-            extra = {} if pruner is None else self.pruning
-            if stage.distill is not None:
-                extra = extra | {
-                    "distill": float(means[1]),
-                    "distill_weight": weight,
-                    "cross_entropy_weight": 1 - weight,
-                }
-            self._log_step(cross_entropy, lrs, grad_norm, extra)
 
-    def _learning_rates(self, stage_step: int) -> dict[str, float]:
-        stage = self.config.stages[self.stage]
-        peak = stage.lr.peak if stage.lr.peak is not None else self.config.train.optimizer.lr
-        factor = lr_factor(stage.lr, stage_step, stage.steps)
-        gates = (
-            10 * peak if stage.prune is None or stage.prune.gate_lr is None else stage.prune.gate_lr
-        )
-        return {"matrices": peak * factor, "plain": peak * factor, "gates": gates * factor}
+    def _train_step(self) -> bool:
+        """A step of the schedule and what is due after it; False where it has to be tried again."""
+        stage, stage_step = self.schedule.lookup(self.step)
+        if stage != self.stage:
+            self._begin_stage(stage)
+        update = self.updater.step(self.live, self.step, stage, stage_step, self.sigterm)
+        self.stop_asked = update.stop
+        if not update.updated:
+            self._log_skipped(update)
+            if update.again:
+                return False
+        self.step += 1
+        self.monitor.advance()
+        if update.updated:
+            self._log_update(update)
+        if self.step in self.schedule.ends:
+            self._finish_stage()
+            return True
+        self._cut_if_due(stage_step + 1)
+        self._remove_closed(stage_step + 1)
+        if self.step % self.config.train.eval_every == 0:
+            self._log_evaluation()
+            self._warn(at_end=False)
+        return True
+
+    def _save_is_due(self) -> bool:
+        return self.step in self.schedule.ends or self.step % self.config.train.save_every == 0
+
+    @contextlib.contextmanager
+    def _sigterm(self) -> Iterator[None]:
+        """SIGTERM, what a scheduler sends, asks for a stop at the next step boundary."""
+
+        def ask(*_: Any) -> None:
+            self.sigterm = True
+
+        self.sigterm = False
+        if threading.current_thread() is not threading.main_thread():
+            yield  # no place for signal handlers
+            return
+        before = signal.signal(signal.SIGTERM, ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     # ---- stages and removal -----------------------------------------------------------------
 
     def _begin_stage(self, stage: int) -> None:
-        self.stage, self.pruning, self.warned = stage, {}, set()
+        self.stage, self.updater.pruning, self.warned = stage, {}, set()
         if stage == first_stage(self.config):
             snapshot = self.live.engine.snapshot()
             if self.world.rank == 0:
                 save_teacher(self.run_dir, self.live.engine.module, snapshot.parameters)
             self.world.barrier()
-        if self.config.stages[stage].distill is not None and self.teacher is None:
-            self.teacher = Teacher(self.run_dir, self.world.device, self.n_micro)
+        if self.config.stages[stage].distill is None:
+            self.updater.teacher = None
+        elif self.updater.teacher is None:
+            self.updater.teacher = Teacher(self.run_dir, self.world.device, self.updater.n_micro)
         prune = self.config.stages[stage].prune
         if prune is not None:
             self.live.begin_pruning(prune)
@@ -267,7 +274,7 @@ class Trainer:
         if self.live.pruner is None:
             return
         log_alphas = self.live.log_alphas()
-        for text in self.live.pruner.warnings(log_alphas, self.pruning, at_end):
+        for text in self.live.pruner.warnings(log_alphas, self.updater.pruning, at_end):
             if text not in self.warned:
                 self.warned.add(text)
                 self.monitor.event(self._event("warning") | {"text": text}, f"warning: {text}")
@@ -278,28 +285,15 @@ class Trainer:
         k = self.live.pruner and self.live.pruner.cut_due(stage_step, stage.steps)
         if k is None:
             return
-        with self._autocast():
-            self.live.cut(k, lambda: map(self._calibration, range(self.n_micro)), self.step)
+        with self.updater.autocast():
+            n_batches = stage.prune.batches
+            self.live.cut(k, lambda: self.updater.calibration(self.step, n_batches), self.step)
         heads = self.live.open_by_layer()
         self.monitor.event(
             # a stage's first cut belongs to the step to come, as its beginning does
             self._event("cut") | {"step": self.step + (stage_step == 0), "heads": heads},
             f"{stage.prune.method}: {sum(heads)} heads stay open {heads}",
         )
-
-    def _calibration(self, micro: int) -> Stream:
-        """The next segments of a micro-batch's lanes."""
-        for k in range(self.config.stages[self.stage].prune.batches):
-            yield self._batch(self.step + k, self._micro_lanes(micro))
-
-    def _micro_lanes(self, micro: int) -> range:
-        """Global numbers of the lanes of one of this rank's micro-batches."""
-        first = self.first_lane + micro * self.micro_lanes
-        return range(first, first + self.micro_lanes)
-
-    def _batch(self, step: int, lanes: range) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.lanes.batch(step, lanes.start, lanes.stop)
-        return inputs.to(self.world.device), targets.to(self.world.device)
 
     def _remove_closed(self, stage_steps_done: int) -> None:
         """`remove: {every: N}`: cut the heads that have been closed long enough."""
@@ -313,7 +307,7 @@ class Trainer:
 
     def _remove(self, kept: list[list[int]]) -> None:
         before = self._evaluate("valid")["loss"]
-        n_removed = self.live.remove(kept, self.memories)
+        n_removed = self.live.remove(kept, self.updater.memories)
         after = self._evaluate("valid")["loss"]
         self.monitor.event(
             self._event("removal")
@@ -336,7 +330,7 @@ class Trainer:
         started = time.perf_counter()
         model = self.live.engine.module
         model.eval()
-        with self._autocast():
+        with self.updater.autocast():
             total = score_stream(
                 self.live.engine,
                 model,
@@ -355,25 +349,46 @@ class Trainer:
         result = self._evaluate("valid")
         if math.isfinite(result["loss"]) or "valid" in self.corpus.splits:
             self.monitor.evaluation(self._line("valid") | result)
+            self.valid = (self.step, result["ppl"])
         return result
 
-    def _log_step(
-        self, loss: float, lrs: dict[str, float], grad_norm: float, extra: dict[str, Any]
-    ) -> None:
+    def _log_update(self, update: Update) -> None:
+        """A training line every `log_every` steps, and a warning where the loss leaps."""
+        train = self.config.train
+        self.clock_tokens += train.batch_size * self.config.model.seq_len
+        if self.spikes.rises(update.loss):
+            self.monitor.event(
+                self._event("spike") | {"cross_entropy": update.loss},
+                f"warning: the loss rose to {update.loss:.3f} from about {self.spikes.mean:.3f}",
+            )
+        if self.step % train.log_every:
+            return
         elapsed = time.perf_counter() - self.clock
+        open_by_layer = self.live.open_by_layer()
         line = self._line("train") | {
-            "loss": loss,
-            "ppl": perplexity(loss),
-            "tokens": self.step * self.config.train.batch_size * self.config.model.seq_len,
+            "loss": update.loss,
+            "ppl": perplexity(update.loss),
+            "tokens": self.step * train.batch_size * self.config.model.seq_len,
             "tokens_per_second": self.clock_tokens / elapsed,
-            "lr": lrs["matrices"],
-            "grad_norm": grad_norm,
-            "sparsity": 1 - sum(self.live.open_by_layer()) / max(self.live.run_heads, 1),
-            **({"gate_lr": lrs["gates"]} if self.live.has_gates else {}),
-            **extra,
+            "lr": update.lrs["matrices"],
+            "grad_norm": update.grad_norm,
+            "sparsity": 1 - sum(open_by_layer) / max(self.live.run_heads, 1),
+            **({"gate_lr": update.lrs["gates"]} if self.live.has_gates else {}),
+            **update.parts,
         }
-        self.monitor.train(line, self.live.open_by_layer())
+        self.monitor.train(line, open_by_layer)
         self.clock, self.clock_tokens = time.perf_counter(), 0
+
+    def _log_skipped(self, update: Update) -> None:
+        what = f"the loss is {update.loss}, the gradient norm {update.grad_norm}"
+        line = self._event("skipped") | {"skipped": self.updater.skipped}
+        line |= {"cross_entropy": update.loss, "norm": update.grad_norm}
+        line |= {"segment": self.step % self.lanes.n_segments}
+        line |= {key: update.parts[key] for key in ("loss_scale",) if key in update.parts}
+        text = f"skipped an update ({line['skipped']} so far): {self.updater.place(self.step)}"
+        if update.again:
+            text = f"overflow; again with loss scale {update.parts['loss_scale']:g}"
+        self.monitor.event(line, text if update.again else f"warning: {text}: {what}")
 
     def _line(self, split: str) -> dict[str, Any]:
         return {
@@ -396,56 +411,39 @@ class Trainer:
         """Write a checkpoint of this step."""
         self.monitor.flush()
         snapshot = self.live.engine.snapshot()
-        memory = self._gather_memories(self.memories, "layer")
-        if self.teacher is not None:
-            memory |= self._gather_memories(self.teacher.memories, "teacher_layer")
+        memory = self.updater.memory_tensors()
+        error = ""
         if self.world.rank == 0:
-            meta = {
-                "step": self.step,
-                "stage": self.stage,
-                "config": dataclasses.asdict(self.config),
-                **self.live.meta(),
-                "memory_length": 0 if self.memories[0] is None else self.memories[0].length,
-                "teacher_memory_length": 0
-                if self.teacher is None or self.teacher.memories[0] is None
-                else self.teacher.memories[0].length,
-                "history": self.history,
-                "warned": sorted(self.warned),
-                "world_size": self.world.size,
-                "tokenizer": self.corpus.tokenizer.fingerprint(),
-                "corpus": self.corpus.splits["train"]["sha256"],
-            }
-            save_checkpoint(self.run_dir / "checkpoints", snapshot, memory, meta)
-        self.world.barrier()
+            try:
+                save_checkpoint(self.run_dir / "checkpoints", snapshot, memory, self._meta())
+                if self.config.train.keep_last is not None:
+                    keep_newest(self.run_dir / "checkpoints", self.config.train.keep_last)
+            except (OSError, SafetensorError) as failure:
+                error = f"could not save step {self.step}: {failure}"
+        failed = self.world.sum(torch.tensor([float(bool(error))], device=self.world.device))
+        if failed > 0:
+            newest = checkpoints_of(self.run_dir)
+            error += f"; the newest checkpoint is {newest[-1].name if newest else 'none'}"
+            if self.config.train.save_error == "stop":
+                raise RuntimeError(error)
+            self.monitor.event(self._event("save_error") | {"text": error}, f"warning: {error}")
 
-    def _gather_memories(self, memories: list[Memory | None], prefix: str) -> dict[str, Tensor]:
-        """All lanes of all ranks, by layer."""
-        if memories[0] is None:
-            return {}
-        found = {}
-        for i, hidden in enumerate(memories[0].hidden):
-            if hidden is not None:
-                lanes = torch.cat([m.hidden[i] for m in memories])
-                found[f"{prefix}_{i:02d}"] = self.world.gather_lanes(lanes).cpu()
-        return found
-
-    def _split_memories(
-        self, found: dict[str, Tensor], prefix: str, length: int
-    ) -> list[Memory | None]:
-        """This rank's share of what `_gather_memories` gave, by micro-batch."""
-        if not length:
-            return [None] * self.n_micro
-        layers = [found.get(f"{prefix}_{i:02d}") for i in range(self.config.model.n_layers)]
-        return [
-            Memory(
-                [
-                    None if h is None else h[lanes.start : lanes.stop].to(self.world.device)
-                    for h in layers
-                ],
-                length,
-            )
-            for lanes in map(self._micro_lanes, range(self.n_micro))
-        ]
+    def _meta(self) -> dict[str, Any]:
+        """What a checkpoint has to know beside the tensors (JSON values)."""
+        return {
+            "step": self.step,
+            "stage": self.stage,
+            "config": dataclasses.asdict(self.config),
+            **self.live.meta(),
+            **self.updater.meta(),
+            "history": self.history,
+            "warned": sorted(self.warned),
+            "spikes": dataclasses.asdict(self.spikes),
+            "valid_ppl": self.valid[1] if self.valid and self.valid[0] == self.step else None,
+            "world_size": self.world.size,
+            "tokenizer": self.corpus.tokenizer.fingerprint(),
+            "corpus": self.corpus.splits["train"]["sha256"],
+        }
 
     def close(self) -> None:
         """Leave the other ranks in good order."""
@@ -473,41 +471,18 @@ class Trainer:
             raise ValueError(
                 f"{error}; delete {folder} to go on from the checkpoint before it"
             ) from None
+        with blaming(folder / "meta.json"):
+            self._take_over(folder, snapshot, memory, meta)
+
+    def _take_over(
+        self, folder: Path, snapshot: Snapshot, memory: dict[str, Tensor], meta: dict[str, Any]
+    ) -> None:
         check_resumable(folder, meta, self.config, self.corpus)
         self.step, self.stage, self.history = meta["step"], meta["stage"], meta["history"]
         self.warned = set(meta["warned"])
+        self.spikes = SpikeDetector(**meta["spikes"])
         prune = self.config.stages[self.stage].prune
         self.live.restore(snapshot, meta, prune, folder / "parameters.safetensors")
-        self.memories = self._split_memories(memory, "layer", meta["memory_length"])
         if self.config.stages[self.stage].distill is not None:
-            self.teacher = Teacher(self.run_dir, self.world.device, self.n_micro)
-            length = meta["teacher_memory_length"]
-            self.teacher.memories = self._split_memories(memory, "teacher_layer", length)
-
-    # ---- small things -----------------------------------------------------------------------
-
-    def _split_lanes(self) -> None:
-        """Which lanes this rank and each of its micro-batches run."""
-        train, size = self.config.train, self.world.size
-        if train.batch_size % size:
-            raise ConfigError(
-                f"train.batch_size: {train.batch_size} lanes do not divide among {size} ranks"
-            )
-        self.rank_lanes = train.batch_size // size
-        self.micro_lanes = train.micro_batch_size or self.rank_lanes
-        if self.rank_lanes % self.micro_lanes:
-            raise ConfigError(
-                f"train.micro_batch_size: {self.micro_lanes} does not divide the "
-                f"{self.rank_lanes} lanes of each of {size} ranks"
-            )
-        self.first_lane = self.world.rank * self.rank_lanes
-        self.n_micro = self.rank_lanes // self.micro_lanes
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(
-            self.world.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16"
-        )
-
-
-def _mix(*parts: int) -> int:
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0]) >> 1
+            self.updater.teacher = Teacher(self.run_dir, self.world.device, self.updater.n_micro)
+        self.updater.restore(meta, memory)
