@@ -55,7 +55,8 @@ class Method:
     """
 
     learns = True  # it has gates that an optimiser has to move
-    closed_below = 0.1  # a head with a smaller P(open) is closed
+    closed_below = 0.5  # a head with a smaller P(open) is closed, as evaluation sees it
+    decided_below = 0.1  # and with a smaller one than this, closed for good
 
     def __init__(self, config: PruneConfig, seed: int, state: PruningState):
         """Start, or go on from, a state."""
@@ -120,11 +121,11 @@ class Method:
         """The heads that stay when the stage ends, and how ready the gates were for it.
 
         With a target exactly so many stay: those with the largest log_alpha. `undecided` counts
-        gates with closed_below < P(open) < 0.9, `cut_open` those of the heads cut that evaluation
+        gates with decided_below < P(open) < 0.9, `cut_open` those of the heads cut that evaluation
         still had open.
         """
         p = self.probabilities(log_alpha)
-        undecided = sum(self.closed_below < x < 0.9 for row in p for x in row)
+        undecided = sum(self.decided_below < x < 0.9 for row in p for x in row)
         is_open = self.open_now(log_alpha)
         kept = self._best(log_alpha)
         cut_open = sum(len(set(a) - set(b)) for a, b in zip(is_open, kept, strict=True))
@@ -420,10 +421,20 @@ class Subset(Method):
         """The best K without noise."""
         return self._select(_rows(log_alpha), self.state.open_count)
 
+    # with few of many heads open, a good one is open seldom too: shares of the average
+
     @property
     def closed_below(self) -> float:
-        """A tenth of the average: with few of many heads open, a good one is open seldom too."""
-        return 0.1 * self.state.open_count / max(sum(map(len, self.state.closed_checks)), 1)
+        """Half of how often a head is open on average."""
+        return 0.5 * self._average()
+
+    @property
+    def decided_below(self) -> float:
+        """A tenth of it."""
+        return 0.1 * self._average()
+
+    def _average(self) -> float:
+        return self.state.open_count / max(sum(map(len, self.state.closed_checks)), 1)
 
     def probabilities(self, log_alpha: list[Tensor | None]) -> list[list[float]]:
         """About how often noise opens each head: the relaxed top k at temperature 1."""
