@@ -113,20 +113,21 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     key = "test_ppl" if all(row["test_ppl"] is not None for row in rows) else "valid_ppl"
     figure, panels = plt.subplots(1, len(COSTS), figsize=(14, 4), layout="constrained", sharey=True)
-    for axes, (label, cost) in zip(panels, COSTS.items(), strict=True):
+    for axes, (title, cost) in zip(panels, COSTS.items(), strict=True):
         for family in sorted({row["family"] for row in rows}):
             members = sorted((row for row in rows if row["family"] == family), key=cost)
             axes.plot([cost(row) for row in members], [row[key] for row in members], "o-",
                       label=family)  # fmt: skip
             for row in members:
-                axes.annotate(
+                label = axes.annotate(
                     row["run"],
                     (cost(row), row[key]),
                     xytext=(4, 4),
                     textcoords="offset points",
                     fontsize=7,
                 )
-        axes.set_xlabel(label)
+                label.set_in_layout(False)  # a long name may leave the panel, not squeeze it
+        axes.set_xlabel(title)
     panels[0].set_ylabel(f"{key.split('_')[0]} perplexity a token")
     panels[0].legend()
     figure.savefig(path, dpi=150)

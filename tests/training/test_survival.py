@@ -133,7 +133,7 @@ def test_the_best_stays_when_it_is_old(make_config, train, monkeypatch):
     assert [int(path.name[-8:]) for path in checkpoints_of(run.folder)] == [2, STEPS]
 
 
-@pytest.mark.parametrize("policy", ["stop", "continue"])
+@pytest.mark.parametrize("policy", ["stop", pytest.param("continue", marks=pytest.mark.slow)])
 def test_a_full_disk(tiny_yaml, tmp_path, policy):
     """A limit on file sizes stands for it: writing fails in the middle of a file."""
     options = ["train.save_every=2", f"run.dir={tmp_path}", f"train.save_error={policy}"]
