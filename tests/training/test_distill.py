@@ -9,7 +9,7 @@ import pytest
 import torch
 from runs import DENSE_END, PRUNE_END, STEPS, same_tensors
 from safetensors.torch import load_file
-from test_resume import DROPOUT, same_state
+from test_resume import DROPOUT, assert_same_state
 
 from allattn.config import ModelConfig
 from allattn.data.lanes import Corpus, Lanes
@@ -186,7 +186,7 @@ WAYS = {
 def test_stopping_at_every_step_changes_nothing(make_config, train, way):
     options = [*WAYS[way], *DROPOUT]
     whole = train(make_config(*options, name="whole"))
-    same_state(whole, train(make_config(*options, name="stopped"), *range(1, STEPS)))
+    assert_same_state(whole, train(make_config(*options, name="stopped"), *range(1, STEPS)))
     assert "teacher_layer_00" in whole.tensors(STEPS, "memory")
 
 

@@ -145,7 +145,7 @@ def test_a_local_run_never_imports_deepspeed(make_config, train):
 # Micro-batches, precision, non-finite losses: whole runs
 
 
-def losses_close(a, b, atol: float) -> None:
+def assert_losses_close(a, b, atol: float) -> None:
     assert a.losses().keys() == b.losses().keys() and len(a.losses()) == STEPS + 3
     for key, loss in a.losses().items():
         assert b.losses()[key] == pytest.approx(loss, abs=atol), key
@@ -155,7 +155,7 @@ def losses_close(a, b, atol: float) -> None:
 def test_micro_batches_change_nothing(make_config, train, micro):
     whole = train(make_config(name="whole"))
     parts = train(make_config(f"train.micro_batch_size={micro}", name="parts"))
-    losses_close(whole, parts, 1e-5)
+    assert_losses_close(whole, parts, 1e-5)
     norms = [[r["grad_norm"] for r in run.lines if "grad_norm" in r] for run in (whole, parts)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
     assert whole.events("removal")[0]["head_ids"] == parts.events("removal")[0]["head_ids"]
@@ -164,7 +164,7 @@ def test_micro_batches_change_nothing(make_config, train, micro):
 def test_micro_batches_may_change_on_resume(make_config, train):
     whole = train(make_config(name="whole"))
     train(make_config("train.micro_batch_size=2", name="parts"), 6, to_end=False)
-    losses_close(whole, train(make_config(name="parts"), start=False), 1e-5)
+    assert_losses_close(whole, train(make_config(name="parts"), start=False), 1e-5)
 
 
 def test_lanes_that_do_not_divide(make_config):

@@ -18,7 +18,7 @@ import torch
 from runs import DENSE_END, HEADS, PRUNE_END, STEPS, Run
 from safetensors.torch import load_file, save_file
 from test_deepspeed import two_ranks
-from test_resume import DROPOUT, same_state
+from test_resume import DROPOUT, assert_same_state
 
 from allattn.config import CHOICES, ConfigError, ModelConfig, load_config
 from allattn.inference.load import load_pretrained
@@ -187,7 +187,7 @@ WAYS = {
 def test_stopping_at_every_step_changes_nothing(make_config, train, way):
     options = [*WAYS[way], *DROPOUT]
     whole = train(make_config(*options, name="whole"))
-    same_state(whole, train(make_config(*options, name="stopped"), *range(1, STEPS)))
+    assert_same_state(whole, train(make_config(*options, name="stopped"), *range(1, STEPS)))
     assert sum(whole.events("decision")[-1]["heads"]) == (2 if way == "hard_concrete" else 4)
     if way != "random":
         removals = whole.events("removal")

@@ -34,7 +34,7 @@ WAYS = {
 DROPOUT = ["model.dropout=0.1", "model.attn_dropout=0.1", "train.eval_every=3"]
 
 
-def same_state(a, b) -> None:
+def assert_same_state(a, b) -> None:
     """Everything a run leaves, at its end, is equal to the bit."""
     for kind in ("parameters", "optimizer", "memory"):
         x, y = a.tensors(STEPS, kind), b.tensors(STEPS, kind)
@@ -52,7 +52,7 @@ def test_stopping_at_every_step_changes_nothing(make_config, train, way):
     options = [*WAYS[way], *DROPOUT]
     whole = train(make_config(*options, name="whole"))
     stopped = train(make_config(*options, name="stopped"), *range(1, STEPS))
-    same_state(whole, stopped)
+    assert_same_state(whole, stopped)
     heads = whole.meta(STEPS)["model"]["n_heads"]
     if way == "every":
         removals = whole.events("removal")
@@ -65,7 +65,7 @@ def test_stopping_at_every_step_changes_nothing(make_config, train, way):
 def test_stopping_once(make_config, train):
     whole = train(make_config(*DROPOUT, name="whole"))
     for n in (1, DENSE_END - 1, DENSE_END, PRUNE_END - 1, PRUNE_END, PRUNE_END + 1, STEPS - 1):
-        same_state(whole, train(make_config(*DROPOUT, name=f"stopped{n}"), n))
+        assert_same_state(whole, train(make_config(*DROPOUT, name=f"stopped{n}"), n))
 
 
 def test_the_runs_here_cross_the_end_of_a_pass(tiny_corpus):
@@ -87,7 +87,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(make_config, train):
         with (run.folder / "metrics.jsonl").open("a") as file:
             file.write('{"step": 12, "sta')  # the kill cut a line short
         train(config, start=False)
-        same_state(whole, run)
+        assert_same_state(whole, run)
 
 
 def test_a_half_written_checkpoint_is_not_one(make_config, train):
@@ -98,7 +98,7 @@ def test_a_half_written_checkpoint_is_not_one(make_config, train):
     shutil.copytree(run.checkpoint(5), partial)
     (partial / "meta.json").unlink()
     train(config, start=False)
-    same_state(whole, run)
+    assert_same_state(whole, run)
 
 
 def test_resuming_a_finished_run_changes_nothing(make_config, train, contents):
@@ -112,7 +112,7 @@ def test_resuming_a_finished_run_changes_nothing(make_config, train, contents):
 
 def test_resume_without_a_run_begins_one(make_config, train):
     whole = train(make_config(name="whole"))
-    same_state(whole, train(make_config(name="other"), start=False))
+    assert_same_state(whole, train(make_config(name="other"), start=False))
 
 
 def test_a_later_stage_may_be_changed_and_the_split_of_lanes_too(make_config, train):
