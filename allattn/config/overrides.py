@@ -54,7 +54,7 @@ def apply_override(config: Any, override: str) -> Any:
         ):
             # an optional section that is absent so far, such as stages[0].prune
             OmegaConf.update(config, parent, section())
-        if isinstance(value, dict):
+        if isinstance(value, dict | list):
             reject_unknown_keys({parts[-1]: value}, section, parent, "override")
         OmegaConf.update(config, key, value, merge=True)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
