@@ -296,6 +296,11 @@ def _train(args: argparse.Namespace) -> None:
     trainer.train()
     if trainer.world.rank == 0:
         newest = trainer.run_dir / "checkpoints" / f"step_{trainer.step:08d}"
+        if not newest.exists():
+            raise RuntimeError(
+                f"{trainer.run_dir}: trained to the end, but step {trainer.step} could not be "
+                "saved, so there is no final model; make room and continue with --resume"
+            )
         final = export(open_source(newest), trainer.run_dir / "final", overwrite=True)
         print(f"{final}: {sum(trainer.live.open_by_layer())} of {trainer.live.run_heads} heads")
     trainer.close()
@@ -342,6 +347,11 @@ def _prune(args: argparse.Namespace) -> None:
         raise ConfigError(f"--batch-size: {args.batch_size} is too small")
     if not 0 <= args.seed < 2**63:
         raise ConfigError(f"--seed: a number from 0 to 2**63 - 1 is needed, not {args.seed}")
+    if args.method not in ("importance", "magnitude", "random"):
+        raise ConfigError(
+            f"--method: importance, magnitude or random is needed, not {args.method!r}; gates that "
+            "are learned in training belong in a stage of a config (allattn train)"
+        )
     settings = PruneConfig(
         method=args.method, scope=args.scope, min_heads=args.min_heads, batches=args.batches
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from typing import Any
 
 from allattn.config.schema import Config, ConfigError, ModelConfig, PruneConfig, StageConfig
 
@@ -38,6 +39,24 @@ ONLY_FOR = {  # keys of a prune section that would have no effect elsewhere
     "every": _SCORED,
     "schedule": _SCORED,
 }
+DEEPSPEED_KEYS = (
+    "zero_optimization", "activation_checkpointing", "aio", "amp", "comms_logger",
+    "communication_data_type", "compile", "csv_monitor", "data_types", "dump_state",
+    "elasticity", "flops_profiler", "memory_breakdown", "prescale_gradients",
+    "seq_parallel_communication_data_type", "sparse_gradients", "steps_per_print", "tensorboard",
+    "wall_clock_breakdown", "wandb", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+)  # fmt: skip
+ZERO_KEYS = (
+    "stage", "allgather_bucket_size", "allgather_partitions", "contiguous_gradients",
+    "cpu_offload", "ignore_unused_parameters", "load_from_fp32_weights", "offload_optimizer",
+    "offload_param", "overlap_comm", "reduce_bucket_size", "reduce_scatter",
+    "round_robin_gradients", "stage3_gather_16bit_weights_on_model_save",
+    "stage3_max_live_parameters", "stage3_max_reuse_distance",
+    "stage3_module_granularity_threshold",
+    "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size", "sub_group_size",
+    "zero_hpz_partition_size", "zero_quantized_gradients", "zero_quantized_weights",
+)  # fmt: skip
 OURS_IN_DEEPSPEED = {
     "train_batch_size": "train.batch_size",
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
@@ -111,6 +130,10 @@ def validate(config: Config) -> None:
                 f"stages[{i}].prune: stage {masked[0]!r} before it has remove: never, so its "
                 "closed heads would still be there; use remove: end in that stage"
             )
+    _near_misses("deepspeed", config.deepspeed, DEEPSPEED_KEYS)
+    zero = config.deepspeed.get("zero_optimization")
+    if isinstance(zero, dict):
+        _near_misses("deepspeed.zero_optimization", zero, ZERO_KEYS)
     for key, ours in OURS_IN_DEEPSPEED.items():
         if key in config.deepspeed:
             raise ConfigError(f"deepspeed.{key}: set {ours} instead; allattn passes it on")
@@ -247,6 +270,14 @@ def check_prune(where: str, prune: PruneConfig) -> None:
     every = isinstance(remove, dict) and list(remove) == ["every"] and type(remove["every"]) is int
     if not (remove in ("end", "never") or (every and remove["every"] >= 1)):
         raise ConfigError(f"{where}.remove: end, never or {{every: N}} is needed, not {remove}")
+
+
+def _near_misses(where: str, section: dict[str, Any], known: tuple[str, ...]) -> None:
+    """DeepSpeed drops a misspelt key without a word; one that is almost a known one is refused."""
+    for key in section:
+        near = difflib.get_close_matches(str(key), known, 1, cutoff=0.8)
+        if near and key not in known:
+            raise ConfigError(f"unknown key {where}.{key}; did you mean {near[0]}?")
 
 
 def _choice(key: str, value: str, where: str | None = None) -> None:

@@ -46,7 +46,8 @@ def evaluate_source(
     model = build_model(
         source.weights, **{key: value for key, value in changes.items() if value is not None}
     )
-    return evaluate(model.to(device or "cpu"), corpus, split, batch_size)
+    result = evaluate(model.to(device or "cpu"), corpus, split, batch_size)
+    return {"model": str(source.weights.path)} | result
 
 
 def evaluate(model: TransformerLM, corpus: Corpus, split: str, batch_size: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from allattn.training.state import (
     read_json,
     replace_folder,
     save_tensors,
+    sha256,
     write_json,
 )
 
@@ -43,11 +44,16 @@ def export(source: Source, out: str | Path, overwrite: bool = False) -> Path:
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    info = export_info(source)
-    save_tensors(partial / "model.safetensors", source.weights.parameters)
-    tokenizer.save(partial)
-    (partial / "README.md").write_text(_card(source, info), encoding="utf-8")
-    write_json(partial / "config.json", info)
+    try:
+        info = export_info(source)
+        save_tensors(partial / "model.safetensors", source.weights.parameters)
+        info["sha256"] = {"model.safetensors": sha256(partial / "model.safetensors")}
+        tokenizer.save(partial)
+        (partial / "README.md").write_text(_card(source, info), encoding="utf-8")
+        write_json(partial / "config.json", info)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk has room again
+        raise
     replace_folder(partial, out, out.with_name(f".old_{out.name}"))
     return out
 

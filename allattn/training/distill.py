@@ -13,7 +13,13 @@ from torch import Tensor
 from allattn.config import Config
 from allattn.model.adaptive import SoftTargets
 from allattn.model.transformer import Memory, TransformerLM
-from allattn.training.state import FORMAT_VERSION, load_weights, save_tensors, write_json
+from allattn.training.state import (
+    FORMAT_VERSION,
+    load_weights,
+    save_tensors,
+    sha256,
+    write_json,
+)
 
 FOLDER = "teacher"  # within a run's
 
@@ -35,6 +41,7 @@ def save_teacher(run_dir: Path, model: TransformerLM, parameters: dict[str, Tens
     partial.mkdir(parents=True)
     save_tensors(partial / "model.safetensors", parameters)
     config = {"format_version": FORMAT_VERSION, "model": dataclasses.asdict(model.config)}
+    config["sha256"] = {"model.safetensors": sha256(partial / "model.safetensors")}
     write_json(partial / "config.json", config)
     shutil.rmtree(folder, ignore_errors=True)  # of a later step, after a resume from before it
     os.replace(partial, folder)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -36,7 +37,7 @@ from allattn.pruning.gates import log_alphas
 from allattn.pruning.methods import PruningState, build_method
 from allattn.pruning.removal import cut_config, cut_tensors, fold_output_scales, without_gates
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _CHECKPOINT = re.compile(r"step_(\d{8,})")
 
@@ -64,7 +65,7 @@ def save_checkpoint(
         meta: JSON values, `step` among them.
 
     Raises:
-        OSError, SafetensorError: it could not be written (a full disk); nothing of it is left.
+        OSError: it could not be written (a full disk); nothing of it is left.
     """
     final = checkpoints / f"step_{meta['step']:08d}"
     partial = checkpoints / f".partial_{final.name}"
@@ -74,7 +75,7 @@ def save_checkpoint(
     try:
         partial.mkdir()
         _write_checkpoint(partial, snapshot, memory, meta)
-    except (OSError, SafetensorError):
+    except OSError:
         shutil.rmtree(partial, ignore_errors=True)  # a full disk has room again
         raise
     replace_folder(partial, final, checkpoints / f".going_{final.name}")
@@ -127,6 +128,7 @@ def _write_checkpoint(
         path = partial / f"{name}.safetensors"
         save_tensors(path, tensors)
     meta = {"format_version": FORMAT_VERSION, **meta, "adam_steps": snapshot.adam_steps}
+    meta["sha256"] = {path.name: sha256(path) for path in sorted(partial.iterdir())}
     write_json(partial / "meta.json", meta)
 
 
@@ -139,6 +141,7 @@ def load_checkpoint(folder: Path) -> tuple[Snapshot, dict[str, Tensor], dict[str
     meta = read_meta(folder)
     with blaming(folder / "meta.json"):
         adam_steps = dict(meta["adam_steps"])
+        check_sha256(folder, meta["sha256"])
     parameters = read_tensors(folder / "parameters.safetensors")
     moments: dict[str, dict[str, Tensor]] = {key: {} for key in MOMENTS}
     for name, tensor in read_tensors(folder / "optimizer.safetensors").items():
@@ -171,6 +174,10 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{folder / 'meta.json'}: not a checkpoint of format version {FORMAT_VERSION}; "
             "it was written by another program or version"
+        )
+    if _CHECKPOINT.fullmatch(folder.name) and folder.name != f"step_{meta.get('step')!s:0>8}":
+        raise ValueError(
+            f"{folder / 'meta.json'}: is of step {meta.get('step')}, not of this folder's"
         )
     return meta
 
@@ -242,13 +249,17 @@ def _load_export(folder: Path) -> Weights:
             f"{folder / 'config.json'}: not an allattn export of format version {FORMAT_VERSION}"
         )
     with blaming(folder / "config.json"):
+        check_sha256(folder, info["sha256"])
         config = model_config_from_dict(info["model"], str(folder / "config.json"))
     return Weights(config, read_tensors(folder / "model.safetensors"), info, folder)
 
 
 def _load_checkpoint_weights(folder: Path) -> Weights:
     meta = read_meta(folder)
-    parameters = read_tensors(folder / "parameters.safetensors")
+    with blaming(folder / "meta.json"):
+        name = "parameters.safetensors"
+        check_sha256(folder, {name: meta["sha256"][name]})
+    parameters = read_tensors(folder / name)
     with blaming(folder / "meta.json"):
         config = model_config_from_dict(meta["model"], str(folder / "meta.json"))
         kept, scales = meta["masks"], meta["scales"]
@@ -290,9 +301,35 @@ def with_structure(config: Config, checkpoint: Path | None = None) -> ModelConfi
     return dataclasses.replace(config.model, n_heads=source.heads, d_head=source.d_head)
 
 
+def sha256(path: Path) -> str:
+    """Of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def check_sha256(folder: Path, expected: dict[str, str]) -> None:
+    """Refuse files that are not what was written.
+
+    Raises:
+        ValueError: naming the first that is missing or differs.
+    """
+    for name, digest in expected.items():
+        path = folder / Path(name).name  # never outside the folder
+        if not path.is_file():
+            raise ValueError(f"{path}: missing")
+        if sha256(path) != digest:
+            raise ValueError(f"{path}: damaged: its sha256 is not the one that was written")
+
+
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a safetensors file and see it onto the disk."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:
+        raise OSError(f"{path}: could not be written ({error})") from None
     umask = os.umask(0)
     os.umask(umask)
     path.chmod(0o666 & ~umask)  # safetensors makes files that only their owner can read

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from allattn.config import Config, ConfigError, save_config, with_vocabulary
@@ -87,6 +86,11 @@ class Trainer:
             self.lock = lock_folder(self.run_dir)
         self.world.barrier()  # also: every rank has looked at the folder before rank 0 makes it
         checkpoints = checkpoints_of(self.run_dir)
+        if not checkpoints and (self.run_dir / "final").exists():
+            raise ConfigError(
+                f"{self.run_dir}: holds a finished model but no checkpoint to go on from; choose "
+                "another run.name, or delete the folder to train anew"
+            )
         # of a run that goes on, the structure is settled, wherever it came from
         config.model = with_structure(config, checkpoints[-1] if checkpoints else None)
         config.model = with_vocabulary(config.model, self.corpus.vocab_size, self.corpus.dir)
@@ -381,7 +385,7 @@ class Trainer:
 
     def _log_skipped(self, update: Update) -> None:
         what = f"the loss is {update.loss}, the gradient norm {update.grad_norm}"
-        line = self._event("skipped") | {"skipped": self.updater.skipped}
+        line = self._event("skipped") | {"step": self.step + 1, "skipped": self.updater.skipped}
         line |= {"cross_entropy": update.loss, "norm": update.grad_norm}
         line |= {"segment": self.step % self.lanes.n_segments}
         line |= {key: update.parts[key] for key in ("loss_scale",) if key in update.parts}
@@ -418,7 +422,7 @@ class Trainer:
                 save_checkpoint(self.run_dir / "checkpoints", snapshot, memory, self._meta())
                 if self.config.train.keep_last is not None:
                     keep_newest(self.run_dir / "checkpoints", self.config.train.keep_last)
-            except (OSError, SafetensorError) as failure:
+            except OSError as failure:
                 error = f"could not save step {self.step}: {failure}"
         failed = self.world.sum(torch.tensor([float(bool(error))], device=self.world.device))
         if failed > 0:

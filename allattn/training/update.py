@@ -23,8 +23,8 @@ from allattn.training.ranks import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADVICE = (
-    "; the weights are still those of the step before (lower train.optimizer.lr, set "
-    "train.clip_norm, or train.non_finite=skip)"
+    "; the weights are still those of the step before (lower train.optimizer.lr, or set "
+    "train.clip_norm)"
 )
 
 
@@ -170,7 +170,9 @@ class Updater:
         train = self.config.train
         if again or (train.non_finite == "skip" and self.skipped <= train.max_skipped):
             return
-        why = "" if train.non_finite == "stop" else f"; {self.skipped} updates were skipped"
+        why = ""
+        if train.non_finite == "skip":
+            why = f"; {train.max_skipped} updates were skipped before (train.max_skipped)"
         raise NonFiniteLoss(
             f"{self.place(step)}: the loss is {loss}, the gradient norm {grad_norm}{why}{ADVICE}"
         )

@@ -130,8 +130,8 @@ def test_an_export_is_pruned_further_and_remembers(dense, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--method", "subset", "--keep", "0.5"], "learns its gates in training"),
-        (["--method", "magnitud", "--keep", "0.5"], "did you mean magnitude"),
+        (["--method", "subset", "--keep", "0.5"], "learned in training belong in a stage"),
+        (["--method", "magnitud", "--keep", "0.5"], "importance, magnitude or random is needed"),
         (["--method", "random", "--keep", "1.5"], "share from 0 to 1"),
         (["--method", "random", "--keep", "half"], "--keep: shares such as"),
         (["--method", "random", "--keep", "0.5", "--min-heads", "3"], "min_heads"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from allattn.config import ConfigError
 from allattn.data.lanes import Corpus, Lanes
 from allattn.data.prepare import TINY, prepare
+from allattn.training.state import sha256
 from allattn.training.trainer import Trainer
 
 WAYS = {
@@ -190,8 +192,38 @@ def test_a_checkpoint_of_another_shape_is_refused(make_config, train, contents):
     name = "layers.1.attention.query.weight"
     tensors[name] = tensors[name][:8].contiguous()
     save_file(tensors, path)
+    meta = json.loads((path.parent / "meta.json").read_text())
+    meta["sha256"][path.name] = sha256(path)
+    (path.parent / "meta.json").write_text(json.dumps(meta))
     before = contents(run.folder)
     with pytest.raises(ValueError) as error:
         Trainer(make_config(), resume=True)
     assert str(path) in str(error.value) and name in str(error.value)
     assert "\n" not in str(error.value) and contents(run.folder) == before
+
+
+def test_a_finished_run_without_checkpoints_is_not_trained_over(finished_run, tmp_path, fails):
+    """Somebody deleted them to save space: the model that is left must stay."""
+    shutil.copytree(finished_run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    before = (tmp_path / "run" / "final" / "model.safetensors").read_bytes()
+    config = tmp_path / "run" / "config.yaml"
+    line = fails(2, "train", config, f"run.dir={tmp_path}", "--resume")
+    assert "finished model but no checkpoint" in line
+    assert (tmp_path / "run" / "final" / "model.safetensors").read_bytes() == before
+
+
+def test_flipped_bits_and_another_step_are_found(finished_run, tmp_path, fails):
+    for name in ("parameters", "optimizer", "memory"):
+        folder = tmp_path / name / "run"
+        shutil.copytree(finished_run, folder)
+        path = folder / "checkpoints" / f"step_{STEPS:08d}" / f"{name}.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-40] ^= 4
+        path.write_bytes(data)
+        config = finished_run / "config.yaml"
+        line = fails(1, "train", config, f"run.dir={folder.parent}", "--resume")
+        assert f"{name}.safetensors: damaged" in line and "delete" in line
+    folder = finished_run / "checkpoints" / f"step_{STEPS:08d}"
+    moved = shutil.copytree(folder, tmp_path / "step_00000099")
+    assert "not of this folder" in fails(1, "evaluate", moved)

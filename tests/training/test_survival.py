@@ -186,7 +186,7 @@ def test_skipping_leaves_the_update_out(make_config, train, monkeypatch, value):
     poison(monkeypatch, {3}, value)
     run = train(make_config("train.save_every=1", "train.non_finite=skip", name="poisoned"))
     (event,) = run.events("skipped")
-    assert event["step"] == 2 and event["skipped"] == 1 and event["segment"] == 2
+    assert event["step"] == 3 and event["skipped"] == 1 and event["segment"] == 2
     for kind in ("parameters", "optimizer", "memory"):
         assert same_tensors(run.tensors(2, kind), clean.tensors(2, kind))
         assert same_tensors(run.tensors(3, kind), run.tensors(2, kind))  # nothing moved
@@ -198,7 +198,10 @@ def test_skipping_leaves_the_update_out(make_config, train, monkeypatch, value):
 def test_skipping_has_a_bound(make_config, train, monkeypatch):
     poison(monkeypatch, set(range(3, 100)))
     config = make_config("train.non_finite=skip", "train.max_skipped=2")
-    with pytest.raises(NonFiniteLoss, match=r"step 5 \(segment 5 of .*3 updates were skipped"):
+    with pytest.raises(
+        NonFiniteLoss,
+        match=r"step 5 \(segment 5 of .*; 2 updates were skipped before \(train.max_skipped\)",
+    ):
         train(config)
 
 
@@ -241,10 +244,10 @@ def test_float16_tries_again_with_half_the_scale(make_config, train, monkeypatch
     run = train(make_config("train.precision=fp16", "train.save_every=1"), 2)
     reference = train(make_config(name="fp32"))
     skipped = run.events("skipped")
-    assert sum(row["step"] == 0 for row in skipped) >= 5
+    assert sum(row["step"] == 1 for row in skipped) >= 5
     scales = [row["loss_scale"] for row in skipped]
     assert scales == [2.0 ** (39 - i) for i in range(len(skipped))]
-    since = STEPS - skipped[-1]["step"]
+    since = STEPS - skipped[-1]["step"] + 1
     assert run.meta(STEPS)["loss_scale"] == {"value": scales[-1], "good_steps": since}
     assert run.meta(STEPS)["skipped"] == len(skipped)  # and no step was used up:
     for key, loss in reference.losses().items():
