@@ -81,7 +81,7 @@ def test_corpus(folder):
     assert corpus.info["splits"]["train"]["words"] == 6
     tokens = corpus.tokens("train")
     assert isinstance(tokens, np.memmap) and tokens.dtype == np.uint8
-    assert tokens.tolist() == [0, 2, 1, 3, 0, 1]  # a 2, <eos> 2, b 1, c 1
+    assert tokens.tolist() == [1, 2, 0, 3, 1, 0]  # <eos> first, then a 2, b 1, c 1
     assert corpus.tokenizer.decode(tokens) == "a b\nc a\n"
     with pytest.raises(ValueError):
         tokens[0] = 1  # read-only

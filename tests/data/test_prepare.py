@@ -95,7 +95,7 @@ def test_smallest_type_that_fits(tmp_path, types, dtype):
     info = prepare(out=tmp_path / "out", train=[write(tmp_path / "a.txt", text)])
     assert (info["vocab_size"], info["dtype"]) == (types + 2, dtype)
     corpus = Corpus(tmp_path / "out")
-    assert corpus.tokens("train").tolist() == list(range(types + 1))
+    assert corpus.tokens("train").tolist() == [*range(1, types + 1), 0]
     assert corpus.tokens("train").dtype == np.dtype(dtype).newbyteorder("<")
 
 
@@ -236,7 +236,7 @@ def test_a_damaged_corpus_is_not_taken_for_a_whole_one(tmp_path, text):
     out = tmp_path / "out"
     first = prepare(out=out, train=[text])
     for name, content in contents(out).items():
-        write(out / name, content[:-1] + b"\x00")
+        write(out / name, content[:-1] + b"\x01")
         with pytest.raises(ValueError, match="damaged"):
             prepare(out=out, train=[text])
         assert prepare(out=out, train=[text], overwrite=True) == first
