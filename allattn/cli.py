@@ -57,17 +57,26 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    p = commands.add_parser("prepare", help="text files to a corpus of token ids")
+    p = commands.add_parser("prepare", help="texts to a corpus of token ids")
     p.add_argument("--dataset", choices=["tiny", "wikitext-2", "wikitext-103"])
-    p.add_argument("--source", metavar="DIR", help="where the WikiText files are")
+    p.add_argument("--source", metavar="PATH", help="where the WikiText files are: folder or .zip")
+    p.add_argument("--download", action="store_true", help="fetch WikiText (allattn[download])")
     for split in ("train", "valid", "test"):
-        p.add_argument(f"--{split}", nargs="+", default=[], metavar="FILE")
+        p.add_argument(
+            f"--{split}", nargs="+", default=[], metavar="PATH", help="files, folders or globs"
+        )
+    p.add_argument("--text-column", default="text", metavar="NAME", help="of .jsonl and .parquet")
     p.add_argument("--out", required=True, metavar="DIR")
-    p.add_argument("--tokenizer", choices=["word", "sentencepiece", "byte"], default="word")
+    p.add_argument("--tokenizer", choices=["word", "sentencepiece", "byte"], help="default: word")
+    p.add_argument(
+        "--tokenizer-from", metavar="PATH", help="a prepared corpus, .model or vocabulary file"
+    )
     p.add_argument("--vocab-size", type=int, metavar="N", help="sentencepiece: number of pieces")
     p.add_argument("--model-type", choices=["unigram", "bpe"], default="unigram")
     p.add_argument("--min-count", type=int, default=1, metavar="N", help="word: rarer is <unk>")
     p.add_argument("--max-vocab", type=int, metavar="N", help="word: at most so many types")
+    p.add_argument("--count-all", action="store_true", help="word: count valid and test too")
+    p.add_argument("--workers", type=int, metavar="N", help="processes (default: by text size)")
     p.add_argument("--overwrite", action="store_true", help="replace a corpus prepared there")
     p.add_argument(
         "--accept-counts", action="store_true", help="take a WikiText with other than known counts"
@@ -212,8 +221,9 @@ def _prepare(args: argparse.Namespace) -> None:
     from allattn.data.prepare import prepare
 
     names = (
-        "out", "dataset", "source", "train", "valid", "test", "tokenizer", "vocab_size",
-        "model_type", "min_count", "max_vocab", "overwrite", "accept_counts",
+        "out", "dataset", "source", "download", "train", "valid", "test", "text_column",
+        "tokenizer", "tokenizer_from", "vocab_size", "model_type", "min_count", "max_vocab",
+        "count_all", "workers", "overwrite", "accept_counts",
     )  # fmt: skip
     info = prepare(**{name: getattr(args, name) for name in names})
     counts = ", ".join(f"{name} {split['tokens']:,}" for name, split in info["splits"].items())

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from allattn.data import prepare as module
+from allattn.data import sources
 from allattn.data.lanes import Corpus
-from allattn.data.prepare import TINY, prepare, read_blocks
+from allattn.data.prepare import TINY, prepare
+from allattn.data.sources import Text, read_blocks
 from allattn.data.tokenizers import Tokenizer
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -173,13 +175,16 @@ def test_wrong_files(tmp_path, text):
     before = set(tmp_path.iterdir())
     with pytest.raises(FileNotFoundError, match=r"absent\.txt: no such file \(given for valid\)"):
         prepare(out=out, train=[text], valid=[tmp_path / "absent.txt"])
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="not a regular file"):
-        prepare(out=out, train=[tmp_path])
+        prepare(out=out, train=[tmp_path / "pipe"])
+    (tmp_path / "pipe").unlink()
     assert set(tmp_path.iterdir()) == before
     wrong = {
         b"": "empty",
         b"\n \n": "no words",
         b"fine\nfine\nnot \xff fine": "line 3: byte 0xFF is not UTF-8",
+        b"fine\na\0b\n": "line 2: a NUL",
         b"surrogate \xed\xa0\x80\n": "line 1: byte 0xED is not UTF-8",
         b"fine\ncut off \xc3": "line 2: byte 0xC3",
     }
@@ -309,22 +314,23 @@ def test_folder_does_not_exist_until_it_is_whole(tmp_path, text, monkeypatch):
 
 
 def test_blocks_join_to_the_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_BLOCK", 64)
-    monkeypatch.setattr(module, "_LONG_LINE", 200)
+    monkeypatch.setattr(sources, "_BLOCK", 64)
+    monkeypatch.setattr(sources, "_LONG_LINE", 200)
     rng = random.Random(1)
     text = "".join(rng.choices("ab é\u2581\r\n", weights=[9, 9, 9, 3, 3, 1, 1], k=3000))
     text += " ".join(["wörd"] * 300) + "\n" + "x" * 500 + " end"
-    blocks = list(read_blocks(write(tmp_path / "a.txt", text)))
-    assert "".join(block for block, _ in blocks) == text + "\n"
-    assert [size for _, size in blocks] == [len(block.encode("utf-8")) for block, _ in blocks]
-    assert sum(len(block.split()) for block, _ in blocks) == len(text.split())
+    blocks = list(read_blocks(Text(write(tmp_path / "a.txt", text))))
+    assert "".join(block.text() for block in blocks) == text + "\n"
+    assert sum(len(block.text().split()) for block in blocks) == len(text.split())
+    for before, block in zip(blocks, blocks[1:], strict=False):
+        assert block.line == before.line + before.data.count(b"\n")
     assert len(blocks) > 20
 
 
 @pytest.mark.parametrize("kind", ["byte", "word", "sentencepiece"])
 def test_cut_long_lines_encode_like_whole_ones(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(module, "_BLOCK", 100)
-    monkeypatch.setattr(module, "_LONG_LINE", 300)
+    monkeypatch.setattr(sources, "_BLOCK", 100)
+    monkeypatch.setattr(sources, "_LONG_LINE", 300)
     text = (TINY / "valid.txt").read_text(encoding="utf-8").replace("\n", " ", 50)
     options = {"vocab_size": 600} if kind == "sentencepiece" else {}
     path = write(tmp_path / "a.txt", text)
@@ -334,15 +340,15 @@ def test_cut_long_lines_encode_like_whole_ones(tmp_path, monkeypatch, kind):
 
 
 def test_a_line_without_any_space_has_a_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_LONG_LINE", 1 << 20)
-    monkeypatch.setattr(module, "_LONGEST_WORD", 2 << 20)
+    monkeypatch.setattr(sources, "_LONG_LINE", 1 << 20)
+    monkeypatch.setattr(sources, "_LONGEST_WORD", 2 << 20)
     path = write(tmp_path / "a.txt", "fine\n" + "x" * (4 << 20))
     with pytest.raises(ValueError, match=r"a\.txt, line 2: 2 MiB without a space; break"):
-        list(read_blocks(path))
+        list(read_blocks(Text(path)))
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_BLOCK", 1 << 15)
+    monkeypatch.setattr(sources, "_BLOCK", 1 << 15)
     peaks = []
     line = "the same few words again and again\n"
     for n in (1, 4):
