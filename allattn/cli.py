@@ -97,6 +97,8 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("path", metavar="PATH")
     _data_arguments(p)
     p.add_argument("--split", default="valid")
+    p.add_argument("--text", metavar="FILE", help="score this text instead of a split")
+    p.add_argument("--per-line", action="store_true", help="a score for each line, mem_len 0")
     p.add_argument(
         "--seq-len", type=int, metavar="N", help="tokens a segment (default: training's)"
     )
@@ -318,8 +320,10 @@ def _evaluate(args: argparse.Namespace) -> None:
     source = open_source(args.path)
     result = evaluate_source(
         source,
-        source.corpus(args.data),
+        None if args.text is not None else source.corpus(args.data),
         args.split,
+        text=args.text,
+        per_line=args.per_line,
         seq_len=args.seq_len,
         mem_len=args.mem_len,
         clamp_len=args.clamp_len,
@@ -330,6 +334,10 @@ def _evaluate(args: argparse.Namespace) -> None:
     if args.json:
         _print_json(result)
         return
+    lines = result.pop("lines", [])
+    for line in lines:
+        numbers = f"{line['nats']:>12.5f} nats {line['tokens']:>7} tokens {line['words']:>7} words"
+        print(f"line {line['line']:>7} {numbers}  ppl {line['ppl']:,.5f}")
     for key, value in result.items():
         print(f"{key:<22} {f'{value:,.5f}' if isinstance(value, float) else value}")
 

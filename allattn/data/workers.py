@@ -85,7 +85,7 @@ class Crew:
 
     def _submit(self, work: Work, block: Block) -> Future:
         try:
-            with _ignoring_ctrl_c():  # this may start a process
+            with _ctrl_c_later():  # this may start a process
                 return self.pool.submit(_do, work, block)
         except BrokenProcessPool:
             raise RuntimeError(_DIED) from None
@@ -111,16 +111,24 @@ def progress(texts: Sequence[Text], what: str) -> tqdm:
 
 
 @contextmanager
-def _ignoring_ctrl_c() -> Iterator[None]:
-    """A process started meanwhile goes on ignoring it: Ctrl-C is for us, and we end our crew."""
+def _ctrl_c_later() -> Iterator[None]:
+    """Keep Ctrl-C until the end: one that meets a process being started leaves it half fed.
+
+    Processes started meanwhile inherit the mask, so Ctrl-C is for us alone, and we end our crew.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _begin(state: Any) -> None:
