@@ -7,6 +7,8 @@ the same line structure and word-level perplexities compare.
 import json
 from pathlib import Path
 
+import numpy as np
+
 from allattn.data.base import EOS, MODEL_FILE, TOKENIZER_FILE, UNK, VOCAB_FILE, Tokenizer
 from allattn.data.pieces import SentencePieceTokenizer
 from allattn.data.words import WordTokenizer
@@ -26,6 +28,10 @@ class ByteTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def encode_array(self, text: str, dtype: np.dtype) -> np.ndarray:
+        """As `encode`, into an array, without a list of numbers between."""
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(dtype)
 
     def _decode(self, ids: list[int]) -> str:
         return bytes(ids).decode("utf-8", errors="replace")

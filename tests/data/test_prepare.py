@@ -213,6 +213,46 @@ def test_again_does_nothing_and_says_so(tmp_path, text, capsys):
     assert said.out == "" and "nothing to do" in said.err and said.err.count("\n") == 1
 
 
+def test_a_changed_source_is_named(tmp_path, text):
+    other = write(tmp_path / "valid.txt", "the valid text\n")
+    prepare(out=tmp_path / "out", train=[text], valid=[other])
+    write(other, "the valid texT\n")  # of the same size
+    with pytest.raises(ValueError, match=r"\(.*valid\.txt has changed since\).*--overwrite"):
+        prepare(out=tmp_path / "out", train=[text], valid=[other])
+    info = prepare(out=tmp_path / "out", train=[text], valid=[other], overwrite=True)
+    assert prepare(out=tmp_path / "out", train=[text], valid=[other]) == info
+
+
+def test_an_existing_tokenizer(tmp_path, text):
+    first = prepare(out=tmp_path / "first", train=[text])
+    other = write(tmp_path / "other.txt", "a dog\n")
+    info = prepare(out=tmp_path / "a", train=[other], tokenizer_from=tmp_path / "first")
+    assert info["tokenizer"] == first["tokenizer"]
+    assert Corpus(tmp_path / "a").tokens("train").tolist() == [4, 3, 0]
+    assert prepare(out=tmp_path / "a", train=[other], tokenizer_from=tmp_path / "first") == info
+    words = write(tmp_path / "words", "dog\n<eos>\n<unk>\n")
+    info = prepare(out=tmp_path / "b", train=[other], tokenizer_from=words, tokenizer="word")
+    assert Corpus(tmp_path / "b").tokens("train").tolist() == [2, 0, 1]
+    for options, match in (
+        ({"min_count": 2}, "min_count: a tokenizer from elsewhere is as it is"),
+        ({"vocab_size": 9}, "vocab_size: a tokenizer from"),
+        ({"tokenizer": "byte"}, "tokenizer byte, but tokenizer_from names one of word"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            prepare(out=tmp_path / "c", train=[other], tokenizer_from=words, **options)
+
+
+def test_counting_all_splits(tmp_path, text):
+    other = write(tmp_path / "valid.txt", "cat cat new\n")
+    options = {"train": [text], "valid": [other], "count_all": True}
+    prepare(out=tmp_path / "out", **options)
+    assert Corpus(tmp_path / "out").tokenizer.words == [
+        "<eos>", "cat", "the", "dog", "new", "<unk>"
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="another"):
+        prepare(out=tmp_path / "out", train=[text], valid=[other])
+
+
 def test_something_else_is_refused(tmp_path, text):
     out = tmp_path / "out"
     prepare(out=out, train=[text])
