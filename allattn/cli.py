@@ -317,6 +317,8 @@ def _evaluate(args: argparse.Namespace) -> None:
     from allattn.inference.evaluate import evaluate_source
     from allattn.inference.load import open_source, pick_device
 
+    if args.text is not None and args.data is not None:
+        raise ConfigError("--data: a text needs no corpus; give --text or --data, not both")
     source = open_source(args.path)
     result = evaluate_source(
         source,

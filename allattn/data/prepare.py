@@ -88,6 +88,7 @@ def prepare(
         count_all: word only: count the words of valid and test too.
         text_column: of `.jsonl` and `.parquet` rows.
         workers: processes; the result does not depend on them. None: all cores if it is worth it.
+            With more than one, a script has to call this under `if __name__ == "__main__":`.
         download: fetch WikiText through `huggingface_hub`.
         overwrite: replace `out` if it is a prepared corpus, and only then.
         accept_counts: take a WikiText whose counts are not the known ones.

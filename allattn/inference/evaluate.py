@@ -114,8 +114,8 @@ def evaluate_text(
             of more than seq_len tokens is scored in segments that do not see each other.
 
     Returns:
-        As `evaluate`, with `text` in the place of `split`; per line also `lines`, a list of
-        `line, nats, tokens, words, ppl, word_ppl`.
+        As `evaluate`, with the path as `text` and no `split`; per line also `lines`, a list of
+        `line, nats, tokens, words, loss, ppl, word_ppl`.
 
     Raises:
         FileNotFoundError, ValueError: no such text, or one that cannot be read.
@@ -128,7 +128,7 @@ def evaluate_text(
     if not per_line:
         tokens, counts = _tokens(tokenizer, texts)
         result = _stream(model, tokens, tokenizer.eos_id, counts, str(path), batch_size)
-        return {"text": str(path), **{k: v for k, v in result.items() if k != "split"}}
+        return {"text": str(path), **result, "split": None}
     assert model.config.mem_len == 0, model.config.mem_len
     started = time.perf_counter()
     lines, n_bytes = score_lines(model, tokenizer, texts, batch_size)
@@ -137,7 +137,7 @@ def evaluate_text(
     counts = {key: sum(line[key] for line in lines) for key in ("tokens", "words")}
     nats = sum(line["nats"] for line in lines)
     report = _report(model, nats, counts["tokens"], counts | {"bytes": n_bytes}, started)
-    return {"text": str(path), **report, "lines": lines}
+    return {"text": str(path), "split": None, **report, "lines": lines}
 
 
 def _tokens(tokenizer: Tokenizer, texts: list[Text]) -> tuple[np.ndarray, dict[str, int]]:

@@ -30,8 +30,8 @@ def score_lines(
         batch_size: segments side by side.
 
     Returns:
-        By line: `line` (from 1), `nats`, `tokens`, `words` (its line end counts as one), `ppl` and
-        `word_ppl`; and the texts' size in UTF-8 bytes, with a last newline.
+        By line: `line` (from 1), `nats`, `tokens`, `words` (its line end counts as one), `loss`
+        (nats a token), `ppl` and `word_ppl`; and the texts' size in UTF-8 bytes, newlines included.
     """
     lines: list[dict[str, Any]] = []
     waiting: list[tuple[int, list[int]]] = []  # line, the token before the segment, its tokens
@@ -51,7 +51,8 @@ def score_lines(
             bar.update()
         _score(model, waiting, lines, batch_size)
     for line in lines:
-        line["ppl"] = perplexity(line["nats"] / line["tokens"])
+        line["loss"] = line["nats"] / line["tokens"]
+        line["ppl"] = perplexity(line["loss"])
         line["word_ppl"] = perplexity(line["nats"] / line["words"])
     return lines, n_bytes
 

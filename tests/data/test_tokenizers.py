@@ -1,6 +1,5 @@
 """Tokenizers: hand-counted vocabularies, lossless round trips, clear refusals."""
 
-import io
 import json
 import random
 from functools import cache
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sentencepiece
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +17,6 @@ from allattn.data.tokenizers import (
     SentencePieceTokenizer,
     WordTokenizer,
     load_tokenizer,
-    read_tokenizer,
 )
 
 WIKITEXT_2 = Path(__file__).resolve().parents[3] / "shared" / "data" / "wikitext-2"
@@ -259,49 +256,6 @@ def test_round_trips_of_other_scripts(index):
     text += "\u65e5\u672c\u8a9e" * 350_000 + "\n"  # a line of more than 1 MB
     tokenizer = all_kinds()[index]
     assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_vocabulary_files(tmp_path):
-    path = tmp_path / "words"
-    path.write_text("the 10\n<UNK> 3\ncat\t2\n", encoding="utf-8")
-    words = read_tokenizer(path)
-    assert words.words == ["the", "<UNK>", "cat", "<eos>"]
-    assert words.encode("the dog cat\n") == [0, 1, 2, 3]
-    path.write_text("a\nb", encoding="utf-8")
-    assert read_tokenizer(path).words == ["a", "b", "<eos>", "<unk>"]
-    for content, match in {
-        "a\n\nb\n": "line 2: no word",
-        "a\nb\na 3\n": "line 3: 'a' is there",
-    }.items():
-        path.write_text(content, encoding="utf-8")
-        with pytest.raises(ValueError, match=match):
-            read_tokenizer(path)
-    path.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match="not UTF-8"):
-        read_tokenizer(path)
-    with pytest.raises(FileNotFoundError, match="nowhere: no such file; a prepared"):
-        read_tokenizer(tmp_path / "nowhere")
-
-
-def test_existing_models(tmp_path):
-    path = tmp_path / "m.model"
-    path.write_bytes(pieces("bpe").model)
-    assert read_tokenizer(path).fingerprint() == pieces("bpe").fingerprint()
-    pieces("bpe").save(tmp_path / "folder")
-    assert read_tokenizer(tmp_path / "folder").fingerprint() == pieces("bpe").fingerprint()
-    path.write_bytes(b"junk")
-    with pytest.raises(ValueError, match=r"m\.model: not a sentencepiece model"):
-        read_tokenizer(path)
-    text = (TINY / "valid.txt").read_text(encoding="utf-8").split("\n")
-    model = io.BytesIO()  # as others train them: normalized, without bytes
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(text), model_writer=model, vocab_size=300, minloglevel=9
-    )
-    path.write_bytes(model.getvalue())
-    tokenizer = read_tokenizer(path)
-    assert not tokenizer.lossless and pieces("bpe").lossless
-    assert tokenizer.decode(tokenizer.encode("she was\nhere\n")) == "she was\nhere\n"
-    assert tokenizer.encode("\u2581")[-1] == 0
 
 
 @pytest.mark.parametrize("index", range(3))

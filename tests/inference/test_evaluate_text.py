@@ -30,7 +30,7 @@ def test_a_text_scores_as_the_split_made_of_it(finished_run, tiny_corpus):
     got = evaluate_source(source, None, "valid", text=tiny_corpus.parent / "valid.txt")
     for key in expected.keys() - {"split", "tokens_per_second"}:
         assert got[key] == expected[key], key
-    assert "split" not in got and got["text"].endswith("valid.txt")
+    assert got["split"] is None and got["text"].endswith("valid.txt")
 
 
 def test_word_ppl_counted_by_hand(tiny_model, tmp_path):
@@ -79,6 +79,7 @@ def test_lines_against_loops(tiny_model, tmp_path):
                 rows = np.concatenate(rows)
                 nats -= sum(rows[i, token] for i, token in enumerate(ids[start : start + 4]))
             assert line["nats"] == pytest.approx(nats, rel=0, abs=1e-9)
+            assert line["loss"] == pytest.approx(nats / len(ids))
             assert line["ppl"] == pytest.approx(math.exp(nats / len(ids)))
             assert line["word_ppl"] == pytest.approx(math.exp(nats / line["words"]))
 
@@ -105,6 +106,7 @@ def test_refusals(finished_run, poem, tmp_path, capsys):
     for argv, match, status in (
         (["--per-line"], "--text", 2),
         (["--text", str(poem), "--per-line", "--mem-len", "4"], "--mem-len", 2),
+        (["--text", str(poem), "--data", "x"], "--data", 2),
         (["--text", str(tmp_path / "no.txt")], "no.txt: no such file", 1),
     ):
         assert main(["evaluate", run, *argv]) == status
