@@ -57,17 +57,26 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    p = commands.add_parser("prepare", help="text files to a corpus of token ids")
+    p = commands.add_parser("prepare", help="texts to a corpus of token ids")
     p.add_argument("--dataset", choices=["tiny", "wikitext-2", "wikitext-103"])
-    p.add_argument("--source", metavar="DIR", help="where the WikiText files are")
+    p.add_argument("--source", metavar="PATH", help="where the WikiText files are: folder or .zip")
+    p.add_argument("--download", action="store_true", help="fetch WikiText (allattn[download])")
     for split in ("train", "valid", "test"):
-        p.add_argument(f"--{split}", nargs="+", default=[], metavar="FILE")
+        p.add_argument(
+            f"--{split}", nargs="+", default=[], metavar="PATH", help="files, folders or globs"
+        )
+    p.add_argument("--text-column", default="text", metavar="NAME", help="of .jsonl and .parquet")
     p.add_argument("--out", required=True, metavar="DIR")
-    p.add_argument("--tokenizer", choices=["word", "sentencepiece", "byte"], default="word")
+    p.add_argument("--tokenizer", choices=["word", "sentencepiece", "byte"], help="default: word")
+    p.add_argument(
+        "--tokenizer-from", metavar="PATH", help="a prepared corpus, .model or vocabulary file"
+    )
     p.add_argument("--vocab-size", type=int, metavar="N", help="sentencepiece: number of pieces")
     p.add_argument("--model-type", choices=["unigram", "bpe"], default="unigram")
     p.add_argument("--min-count", type=int, default=1, metavar="N", help="word: rarer is <unk>")
     p.add_argument("--max-vocab", type=int, metavar="N", help="word: at most so many types")
+    p.add_argument("--count-all", action="store_true", help="word: count valid and test too")
+    p.add_argument("--workers", type=int, metavar="N", help="processes (default: by text size)")
     p.add_argument("--overwrite", action="store_true", help="replace a corpus prepared there")
     p.add_argument(
         "--accept-counts", action="store_true", help="take a WikiText with other than known counts"
@@ -88,6 +97,8 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("path", metavar="PATH")
     _data_arguments(p)
     p.add_argument("--split", default="valid")
+    p.add_argument("--text", metavar="FILE", help="score this text instead of a split")
+    p.add_argument("--per-line", action="store_true", help="a score for each line, mem_len 0")
     p.add_argument(
         "--seq-len", type=int, metavar="N", help="tokens a segment (default: training's)"
     )
@@ -212,8 +223,9 @@ def _prepare(args: argparse.Namespace) -> None:
     from allattn.data.prepare import prepare
 
     names = (
-        "out", "dataset", "source", "train", "valid", "test", "tokenizer", "vocab_size",
-        "model_type", "min_count", "max_vocab", "overwrite", "accept_counts",
+        "out", "dataset", "source", "download", "train", "valid", "test", "text_column",
+        "tokenizer", "tokenizer_from", "vocab_size", "model_type", "min_count", "max_vocab",
+        "count_all", "workers", "overwrite", "accept_counts",
     )  # fmt: skip
     info = prepare(**{name: getattr(args, name) for name in names})
     counts = ", ".join(f"{name} {split['tokens']:,}" for name, split in info["splits"].items())
@@ -310,11 +322,15 @@ def _evaluate(args: argparse.Namespace) -> None:
     from allattn.inference.evaluate import evaluate_source
     from allattn.inference.load import open_source, pick_device
 
+    if args.text is not None and args.data is not None:
+        raise ConfigError("--data: a text needs no corpus; give --text or --data, not both")
     source = open_source(args.path)
     result = evaluate_source(
         source,
-        source.corpus(args.data),
+        None if args.text is not None else source.corpus(args.data),
         args.split,
+        text=args.text,
+        per_line=args.per_line,
         seq_len=args.seq_len,
         mem_len=args.mem_len,
         clamp_len=args.clamp_len,
@@ -325,6 +341,10 @@ def _evaluate(args: argparse.Namespace) -> None:
     if args.json:
         _print_json(result)
         return
+    lines = result.pop("lines", [])
+    for line in lines:
+        numbers = f"{line['nats']:>12.5f} nats {line['tokens']:>7} tokens {line['words']:>7} words"
+        print(f"line {line['line']:>7} {numbers}  ppl {line['ppl']:,.5f}")
     for key, value in result.items():
         print(f"{key:<22} {f'{value:,.5f}' if isinstance(value, float) else value}")
 

@@ -26,6 +26,7 @@ class DataConfig:
     """The prepared corpus (`allattn prepare`)."""
 
     dir: str = "data/tiny"
+    shift: bool = False  # start each pass at another token, drawn from run.seed
 
 
 @dataclass

@@ -12,7 +12,8 @@ from allattn.data.tokenizers import Tokenizer, load_tokenizer
 
 DATA_FILE = "data.json"
 FORMAT_VERSION = 1
-_CHUNK = 1 << 22  # tokens looked at together when ids are checked
+_CHUNK = 1 << 18  # tokens looked at together when ids are checked
+_SHIFT = 0x5817  # sets these draws apart from others of the same seed
 
 
 class Corpus:
@@ -99,18 +100,21 @@ class Corpus:
             path = self.dir / f"{split}.bin"
             tokens = np.memmap(path, dtype=self._dtype, mode="r")
             if self.vocab_size <= np.iinfo(self._dtype).max:
-                self._check_ids(path, tokens)
+                self._check_ids(path)
             self._maps[split] = tokens
         return self._maps[split]
 
-    def _check_ids(self, path: Path, tokens: np.memmap) -> None:
-        for start in range(0, len(tokens), _CHUNK):
-            highest = int(tokens[start : start + _CHUNK].max())
-            if highest >= self.vocab_size:
-                raise ValueError(
-                    f"{path}: token id {highest} in a vocabulary of {self.vocab_size}; "
-                    "prepare the corpus again"
-                )
+    def _check_ids(self, path: Path) -> None:
+        # read, not mapped: a page fault for every 4 KiB would take several times as long
+        buffer = np.empty(_CHUNK, dtype=self._dtype)
+        with path.open("rb") as file:
+            while size := file.readinto(buffer):
+                highest = int(buffer[: size // self._dtype.itemsize].max())
+                if highest >= self.vocab_size:
+                    raise ValueError(
+                        f"{path}: token id {highest} in a vocabulary of {self.vocab_size}; "
+                        "prepare the corpus again"
+                    )
 
 
 class Lanes:
@@ -118,36 +122,54 @@ class Lanes:
 
     Lane l holds the tokens from l * lane_len on. Which segment a step reads depends on the step
     alone, so data order needs no state, and a rank or micro-batch takes its share of the lanes.
+    With a shift, each pass starts up to seq_len - 1 tokens later, drawn from the seed and the
+    pass's number: segments are then cut at other places in every pass.
 
     Attributes:
         lane_len: tokens in a lane that serve as inputs.
         n_segments: whole segments in a lane; the steps of one pass.
     """
 
-    def __init__(self, tokens: np.ndarray, n_lanes: int, seq_len: int) -> None:
+    def __init__(
+        self, tokens: np.ndarray, n_lanes: int, seq_len: int, shift_seed: int | None = None
+    ) -> None:
         """Plan the lanes; `tokens` [tokens] is not copied.
 
         Args:
             tokens: token ids of one split, any integer type.
             n_lanes: lanes of the global batch.
             seq_len: tokens in a segment.
+            shift_seed: start each pass at an offset drawn from this; None starts at the first
+                token.
 
         Raises:
             ValueError: too few tokens for a segment in each lane, or a size below 1.
         """
         if n_lanes < 1 or seq_len < 1:
             raise ValueError(f"lanes ({n_lanes}) and seq_len ({seq_len}) must be at least 1")
-        needed = n_lanes * seq_len + 1
+        spare = 0 if shift_seed is None else seq_len - 1  # so that the last lane can start late
+        needed = n_lanes * seq_len + 1 + spare
         if len(tokens) < needed:
+            shifted = " with data.shift" if spare else ""
             raise ValueError(
-                f"{len(tokens)} tokens are too few for {n_lanes} lanes of seq_len {seq_len}: "
-                f"at least {needed} are needed; lower the batch size or seq_len"
+                f"{len(tokens)} tokens are too few for {n_lanes} lanes of seq_len {seq_len}"
+                f"{shifted}: at least {needed} are needed; lower the batch size or seq_len"
             )
         self.n_lanes = n_lanes
         self.seq_len = seq_len
-        self.lane_len = (len(tokens) - 1) // n_lanes
+        self.lane_len = (len(tokens) - 1 - spare) // n_lanes
         self.n_segments = self.lane_len // seq_len
         self._tokens = tokens
+        self._shift_seed = shift_seed
+
+    def first_token(self, step: int) -> int:
+        """Where in each lane the segment of a step begins."""
+        number, segment = divmod(step, self.n_segments)
+        first = segment * self.seq_len
+        if self._shift_seed is not None:
+            drawn = np.random.SeedSequence([_SHIFT, self._shift_seed, number]).generate_state(1)
+            first += int(drawn[0]) % self.seq_len
+        return first
 
     def batch(self, step: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of lanes `first` to `last` (excluded) at a step.
@@ -161,7 +183,7 @@ class Lanes:
             Inputs and targets, int64 [last - first, seq_len]; targets are the next tokens.
         """
         assert step >= 0 and 0 <= first < last <= self.n_lanes, (step, first, last, self.n_lanes)
-        offset = step % self.n_segments * self.seq_len
+        offset = self.first_token(step)
         starts = [lane * self.lane_len + offset for lane in range(first, last)]
         rows = [self._tokens[start : start + self.seq_len + 1] for start in starts]
         both = torch.from_numpy(np.stack(rows).astype(np.int64))

@@ -6,17 +6,16 @@ Memory does not grow with the text, and the folder appears under its name only w
 import hashlib
 import json
 import os
-import secrets
-import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from tqdm import tqdm
-
+from allattn.data import wikitext
+from allattn.data.folder import made_aside
 from allattn.data.lanes import DATA_FILE, FORMAT_VERSION, Corpus
+from allattn.data.sources import Text, describe, find_texts, read_blocks, sha256
 from allattn.data.tokenizers import (
     MODEL_FILE,
     TOKENIZER_FILE,
@@ -25,23 +24,26 @@ from allattn.data.tokenizers import (
     SentencePieceTokenizer,
     Tokenizer,
     WordTokenizer,
+    read_tokenizer,
 )
+from allattn.data.words import check_limits
+from allattn.data.workers import Crew, count_words, encode, id_type, progress
 
-SPLITS = ("train", "valid", "test")
 TINY = Path(__file__).resolve().parent.parent / "corpora" / "tiny"
 LOCAL = "local"  # the dataset name of one's own files
-# words and line ends by split, and word types, of the tokenised (`.tokens`) files
-WIKITEXT_COUNTS = {
-    "wikitext-2": ({"train": 2_088_628, "valid": 217_646, "test": 245_569}, 33_278),
-    "wikitext-103": ({"train": 103_227_021, "valid": 217_646, "test": 245_569}, 267_735),
-}
 DEFAULT_PIECES = 4000  # a size that also the tiny corpus can fill
+_WORTH_WORKERS = 32 << 20  # bytes of text from which on starting processes pays
+_USES = {
+    "byte": (),
+    "word": ("min_count", "max_vocab", "count_all"),
+    "sentencepiece": ("vocab_size", "model_type"),
+}
+_DEFAULTS = {
+    "min_count": 1, "max_vocab": None, "count_all": False, "vocab_size": None,
+    "model_type": "unigram",
+}  # fmt: skip
 
-_BLOCK = 1 << 20  # bytes of text handled together
-_LONG_LINE = 4 << 20  # a longer line is handled in parts, cut at spaces
-_LONGEST_WORD = 64 << 20
-
-Files = dict[str, list[Path]]
+Texts = dict[str, list[Text]]
 
 
 def prepare(
@@ -52,11 +54,16 @@ def prepare(
     train: Sequence[str | Path] = (),
     valid: Sequence[str | Path] = (),
     test: Sequence[str | Path] = (),
-    tokenizer: str = "word",
+    tokenizer: str | None = None,
+    tokenizer_from: str | Path | None = None,
     vocab_size: int | None = None,
     model_type: str = "unigram",
     min_count: int = 1,
     max_vocab: int | None = None,
+    count_all: bool = False,
+    text_column: str = "text",
+    workers: int | None = 1,
+    download: bool = False,
     overwrite: bool = False,
     accept_counts: bool = False,
 ) -> dict[str, Any]:
@@ -67,15 +74,22 @@ def prepare(
     Args:
         out: the folder to make.
         dataset: "tiny", "wikitext-2" or "wikitext-103"; None takes the files of train, valid, test.
-        source: for WikiText, the folder with wiki.{train,valid,test}.tokens (or .raw).
-        train: text files, joined in order; the tokenizer learns from them.
-        valid: text files; may be absent.
-        test: text files; may be absent.
-        tokenizer: "word", "sentencepiece" or "byte".
+        source: for WikiText, where its files are; see `wikitext.find`.
+        train: files, folders, globs or archives, joined in order; the tokenizer learns from them.
+        valid: likewise; may be absent.
+        test: likewise; may be absent.
+        tokenizer: "word" (the default), "sentencepiece" or "byte".
+        tokenizer_from: take an existing one: a prepared corpus or an export, a sentencepiece
+            `.model`, or a vocabulary file of one word a line.
         vocab_size: pieces of a sentencepiece vocabulary (default 4000).
         model_type: sentencepiece only: "unigram" or "bpe".
         min_count: word only: rarer words become `<unk>`.
         max_vocab: word only: the most types to keep, `<eos>` and `<unk>` included.
+        count_all: word only: count the words of valid and test too.
+        text_column: of `.jsonl` and `.parquet` rows.
+        workers: processes; the result does not depend on them. None: all cores if it is worth it.
+            With more than one, a script has to call this under `if __name__ == "__main__":`.
+        download: fetch WikiText through `huggingface_hub`.
         overwrite: replace `out` if it is a prepared corpus, and only then.
         accept_counts: take a WikiText whose counts are not the known ones.
 
@@ -88,33 +102,39 @@ def prepare(
             it, wrong WikiText counts, a vocabulary that the text cannot fill, `out` in use.
     """
     out = Path(os.path.realpath(out))  # renaming must not meet a link
-    given = {"vocab_size": vocab_size, "model_type": model_type}
-    options = _options(tokenizer, given | {"min_count": min_count, "max_vocab": max_vocab})
-    files = _files(dataset, source, {"train": train, "valid": valid, "test": test})
-    sources = [_source(split, path) for split, paths in files.items() for path in paths]
+    given = None if tokenizer_from is None else read_tokenizer(tokenizer_from)
+    limits = {"min_count": min_count, "max_vocab": max_vocab, "count_all": count_all}
+    asked = {"vocab_size": vocab_size, "model_type": model_type, **limits}
+    options = _options(tokenizer, asked, given)
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers must be at least 1, not {workers}")
+    if download:
+        source = _download(dataset, source)
+    splits_of = {"train": train, "valid": valid, "test": test}
+    texts, known = _texts(dataset, source, splits_of, text_column)
+    sources = [entry for split, some in texts.items() for entry in describe(split, some)]
+    if workers is None:
+        size = sum({entry["path"]: entry["bytes"] for entry in sources}.values())
+        workers = (os.cpu_count() or 1) if size >= _WORTH_WORKERS else 1
     if _holds_corpus(out) and not overwrite:
         if info := _same_corpus(out, dataset, options, sources):
             print(f"{out}: already prepared from these sources; nothing to do", file=sys.stderr)
             return info
         raise ValueError(
-            f"{out}: holds another or a damaged prepared corpus; choose another folder, or replace "
-            "it with overwrite=True (--overwrite)"
+            f"{out}: holds another or a damaged prepared corpus{_changed(out, sources)}; choose "
+            "another folder, or replace it with overwrite=True (--overwrite)"
         )
-    work = _new_sibling(out, "partial")
-    try:
-        work.mkdir(parents=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"{out.parent}: not a folder; choose another place for it") from None
-    try:
-        built = _build(options, files["train"])
-        splits = {split: _write(built, split, paths, work) for split, paths in files.items()}
-        if dataset in WIKITEXT_COUNTS and not accept_counts:
-            _check_counts(dataset, options, files, splits, built.vocab_size)
+    with made_aside(out) as (work, put_in_place):
+        built = _build(options, given, texts, workers)
+        with Crew(workers, built) as crew:
+            splits = {split: _write(crew, split, some, work) for split, some in texts.items()}
+        if known and not accept_counts:
+            wikitext.check_counts(dataset, options, texts, splits, built.vocab_size)
         built.save(work)
         info = {
             "format_version": FORMAT_VERSION,
             "dataset": dataset or LOCAL,
-            "dtype": _dtype(built.vocab_size).name,
+            "dtype": id_type(built.vocab_size).name,
             "vocab_size": built.vocab_size,
             "tokenizer": built.describe(),
             "options": options,
@@ -122,73 +142,54 @@ def prepare(
             "sources": sources,
         }
         (work / DATA_FILE).write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
-        _put_in_place(work, out)
-    except BaseException:  # also Ctrl-C: nothing half made stays behind
-        shutil.rmtree(work, ignore_errors=True)
-        raise
+        put_in_place()
     return info
 
 
-def _options(tokenizer: str, given: dict[str, Any]) -> dict[str, Any]:
+def _options(
+    tokenizer: str | None, asked: dict[str, Any], given: Tokenizer | None
+) -> dict[str, Any]:
     """The options that shape the corpus; ValueError for one that the tokenizer has not."""
-    uses = {"byte": {}, "word": {"min_count": 1, "max_vocab": None}}
-    uses["sentencepiece"] = {"vocab_size": None, "model_type": "unigram"}
-    if tokenizer not in uses:
-        raise ValueError(f"tokenizer {tokenizer!r} is unknown; known are {', '.join(uses)}")
-    for kind, defaults in uses.items():
-        for name, default in defaults.items():
-            if kind != tokenizer and given[name] != default:
+    if given is not None:
+        for name, default in _DEFAULTS.items():
+            if asked[name] != default:
+                raise ValueError(f"{name}: a tokenizer from elsewhere is as it is; leave it out")
+        if tokenizer not in (None, given.kind):
+            raise ValueError(f"tokenizer {tokenizer}, but tokenizer_from names one of {given.kind}")
+        return {"tokenizer": given.kind, "fingerprint": given.fingerprint()}
+    tokenizer = tokenizer or "word"
+    if tokenizer not in _USES:
+        raise ValueError(f"tokenizer {tokenizer!r} is unknown; known are {', '.join(_USES)}")
+    for kind, names in _USES.items():
+        for name in names:
+            if kind != tokenizer and asked[name] != _DEFAULTS[name]:
                 hint = "; use max_vocab" if (tokenizer, name) == ("word", "vocab_size") else ""
                 raise ValueError(f"{name} is an option of tokenizer {kind}, not {tokenizer}{hint}")
-    options = {"tokenizer": tokenizer} | {name: given[name] for name in uses[tokenizer]}
+    options = {"tokenizer": tokenizer} | {name: asked[name] for name in _USES[tokenizer]}
     if tokenizer == "sentencepiece" and options["vocab_size"] is None:
         options["vocab_size"] = DEFAULT_PIECES
     return options
 
 
-def _files(dataset: str | None, source: str | Path | None, local: dict[str, Any]) -> Files:
-    """The text files of each split that there is."""
+def _texts(
+    dataset: str | None, source: str | Path | None, local: dict[str, Any], column: str
+) -> tuple[Texts, bool]:
+    """The texts of each split that there is, and whether their counts are known."""
     local = {k: [v] if isinstance(v, str | Path) else list(v) for k, v in local.items()}
     if dataset is not None and any(local.values()):
         raise ValueError("give a dataset or files for train, valid and test, not both")
-    if source is not None and dataset not in WIKITEXT_COUNTS:
-        raise ValueError(f"source belongs to the datasets {' and '.join(WIKITEXT_COUNTS)} only")
+    if source is not None and dataset not in wikitext.COUNTS:
+        raise ValueError(f"source belongs to the datasets {' and '.join(wikitext.COUNTS)} only")
     if dataset is None:
         if not local["train"]:
             raise ValueError("nothing to prepare: give a dataset, or at least one train file")
-        return {split: [Path(path) for path in paths] for split, paths in local.items() if paths}
+        found = {k: find_texts(paths, k, column) for k, paths in local.items() if paths}
+        return found, False
     if dataset == "tiny":
-        return {split: [TINY / f"{split}.txt"] for split in SPLITS}
-    if dataset not in WIKITEXT_COUNTS:
+        return {split: [Text(TINY / f"{split}.txt")] for split in wikitext.SPLITS}, False
+    if dataset not in wikitext.COUNTS:
         raise ValueError(f"dataset {dataset!r} is unknown; known: tiny, wikitext-2, wikitext-103")
-    wanted = "wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens (or the three as .raw)"
-    if source is None:
-        raise ValueError(f"{dataset} needs a source: the folder that holds {wanted}")
-    for ending in ("tokens", "raw"):
-        files = {split: [Path(source) / f"wiki.{split}.{ending}"] for split in SPLITS}
-        if all(path.is_file() for paths in files.values() for path in paths):
-            return files
-    raise FileNotFoundError(f"{source}: the folder of {dataset} must hold {wanted}")
-
-
-def _source(split: str, path: Path) -> dict[str, Any]:
-    """What `data.json` says of a source file."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file (given for {split})")
-    if not path.is_file():
-        raise ValueError(f"{path}: not a regular file; {split} needs text files")
-    size = path.stat().st_size
-    if size == 0:
-        raise ValueError(f"{path}: empty; {split} needs text")
-    return {"split": split, "path": str(path), "bytes": size, "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while data := file.read(_BLOCK):
-            digest.update(data)
-    return digest.hexdigest()
+    return wikitext.find(dataset, source)
 
 
 def _holds_corpus(out: Path) -> bool:
@@ -215,8 +216,8 @@ def _same_corpus(
     try:
         corpus = Corpus(out)
         found = corpus.info
-        contents = [[(s["split"], s["sha256"]) for s in of] for of in (found["sources"], sources)]
-        whole = all(_sha256(out / f"{s}.bin") == v["sha256"] for s, v in corpus.splits.items())
+        contents = [[_content(s) for s in of] for of in (found["sources"], sources)]
+        whole = all(sha256(out / f"{s}.bin") == v["sha256"] for s, v in corpus.splits.items())
         same = (found["dataset"], found["options"]) == (dataset or LOCAL, options)
         if same and whole and contents[0] == contents[1] and corpus.tokenizer:
             return found
@@ -225,125 +226,82 @@ def _same_corpus(
     return None
 
 
-def read_blocks(path: Path) -> Iterator[tuple[str, int]]:
-    """Read a text file in blocks of about 1 MiB, cut after a newline.
-
-    Only a line over 4 MiB is cut elsewhere, before a space: no word and no sentencepiece crosses a
-    cut. A last line without a newline gets one.
-
-    Yields:
-        The text of a block and its size in UTF-8 bytes.
-
-    Raises:
-        ValueError: not UTF-8, or 64 MiB without a newline or space; names the file and line.
-    """
-    line = 1
-    rest = b""
-    with path.open("rb") as file:
-        while data := file.read(_BLOCK):
-            rest += data
-            cut = rest.rfind(b"\n") + 1
-            if not cut and len(rest) > _LONG_LINE:
-                cut = max(rest.rfind(b" "), 0)
-                if not cut and len(rest) > _LONGEST_WORD:
-                    wrong = f"{_LONGEST_WORD >> 20} MiB without a space"
-                    raise ValueError(f"{path}, line {line}: {wrong}; break it into lines")
-            if cut:
-                yield _decode(rest[:cut], path, line), cut
-                line += rest.count(b"\n", 0, cut)
-                rest = rest[cut:]
-    if rest:
-        yield _decode(rest, path, line) + "\n", len(rest) + 1
+def _content(source: dict[str, Any]) -> tuple[Any, ...]:
+    """What decides the text that a source gives; not where it is."""
+    return tuple(source.get(key) for key in ("split", "sha256", "member", "column"))
 
 
-def _decode(data: bytes, path: Path, line: int) -> str:
+def _changed(out: Path, sources: list[dict[str, Any]]) -> str:
+    """Names the first source that is not what it was when `out` was made, if there is one."""
     try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line += data.count(b"\n", 0, error.start)
-        wrong = f"byte 0x{data[error.start]:02X} is not UTF-8"
-        raise ValueError(f"{path}, line {line}: {wrong}; convert the file to UTF-8") from None
+        before = {s["path"]: s["sha256"] for s in Corpus(out).info["sources"]}
+    except (ValueError, FileNotFoundError, KeyError, TypeError):
+        return ""
+    changed = [s["path"] for s in sources if before.get(s["path"], s["sha256"]) != s["sha256"]]
+    return f" ({changed[0]} has changed since)" if changed else ""
 
 
-def _progress(paths: list[Path], what: str) -> Iterator[tuple[str, int]]:
-    """The blocks of several files, with a progress bar if stderr is a terminal."""
-    total = sum(path.stat().st_size for path in paths)
-    with tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None) as bar:
-        for path in paths:
-            words = 0
-            for text, size in read_blocks(path):
-                words = words or len(text.split())
-                yield text, size
-                bar.update(size)
-            if not words:
-                raise ValueError(f"{path}: no words in it; a corpus needs text")
+def _download(dataset: str | None, source: str | Path | None) -> Path:
+    if dataset not in wikitext.COUNTS or source is not None:
+        wrong = f"download is for the datasets {' and '.join(wikitext.COUNTS)}, without a source"
+        raise ValueError(wrong)
+    return wikitext.download(dataset)
 
 
-def _build(options: dict[str, Any], paths: list[Path]) -> Tokenizer:
-    """Learn the tokenizer from the train files."""
+def _build(
+    options: dict[str, Any], given: Tokenizer | None, texts: Texts, workers: int
+) -> Tokenizer:
+    """Learn the tokenizer from the train texts, where none was given."""
     kind, arguments = options["tokenizer"], {k: v for k, v in options.items() if k != "tokenizer"}
+    if given is not None:
+        return given
     if kind == "byte":
         return ByteTokenizer()
-    blocks = (text for text, _ in _progress(paths, "vocabulary"))
     if kind == "word":
-        return WordTokenizer.build(blocks, **arguments)
-    total = sum(path.stat().st_size for path in paths)
-    return SentencePieceTokenizer.train(blocks, total_bytes=total, **arguments)
+        whole = arguments.pop("count_all", False)
+        check_limits(**arguments)
+        counted = texts["train"] if not whole else [t for ts in texts.values() for t in ts]
+        counts: Counter[str] = Counter()
+        with Crew(workers) as crew:
+            for _, words in crew.over(count_words, counted, "vocabulary"):
+                counts.update(words)
+        return WordTokenizer.from_counts(counts, **arguments)
+    sizes = [text.plain_size() for text in texts["train"]]
+    if None in sizes:  # it has to be read to be measured
+        sizes = [len(block.data) for text in texts["train"] for block in read_blocks(text)]
+    blocks = _decoded(texts["train"])
+    return SentencePieceTokenizer.train(blocks, total_bytes=sum(sizes), **arguments)
 
 
-def _dtype(vocab_size: int) -> np.dtype:
-    """The smallest little-endian unsigned type that holds every id."""
-    return np.min_scalar_type(vocab_size - 1).newbyteorder("<")
+def _decoded(texts: list[Text]) -> Iterator[str]:
+    with progress(texts, "vocabulary") as bar:
+        for text in texts:
+            words = False
+            for block in read_blocks(text):
+                yield (decoded := block.text())
+                words = words or not decoded.isspace()
+                bar.update(len(block.data))
+            if not words:
+                raise _no_words(text)
 
 
-def _write(tokenizer: Tokenizer, split: str, paths: list[Path], folder: Path) -> dict[str, Any]:
+def _no_words(text: Text) -> ValueError:
+    return ValueError(f"{text}: no words in it; a corpus needs text")
+
+
+def _write(crew: Crew, split: str, texts: list[Text], folder: Path) -> dict[str, Any]:
     """Write the ids of a split; returns its counts and the sha256 of the file."""
-    dtype = _dtype(tokenizer.vocab_size)
     counts = dict.fromkeys(("tokens", "words", "lines", "bytes"), 0)
-    path = folder / f"{split}.bin"
-    with path.open("wb") as file:
-        for text, size in _progress(paths, split):
-            ids = np.array(tokenizer.encode(text), dtype=dtype)
-            file.write(ids.tobytes())
-            lines = text.count("\n")
-            counts["tokens"] += len(ids)
-            counts["words"] += len(text.split()) + lines  # a line end counts as a word
-            counts["lines"] += lines
-            counts["bytes"] += size
-    return counts | {"sha256": _sha256(path)}
-
-
-def _check_counts(
-    dataset: str, options: dict[str, Any], files: Files, splits: dict[str, Any], types: int
-) -> None:
-    """ValueError unless tokenised WikiText files have their known counts."""
-    words, known_types = WIKITEXT_COUNTS[dataset]
-    hint = "get the complete file, or pass accept_counts=True (--accept-counts)"
-    for split, (path,) in files.items():
-        count = splits[split]["words"]
-        if path.suffix == ".tokens" and count != words[split]:
-            wrong = f"{count:,} words and line ends, but {dataset} has {words[split]:,}"
-            raise ValueError(f"{path}: {wrong}; {hint}")
-    whole = {"tokenizer": "word", "min_count": 1, "max_vocab": None}
-    path = files["train"][0]
-    if path.suffix == ".tokens" and options == whole and types != known_types:
-        raise ValueError(f"{path}: {types:,} types, but {dataset} has {known_types:,}; {hint}")
-
-
-def _new_sibling(out: Path, purpose: str) -> Path:
-    return out.parent / f".{out.name}.{purpose}-{secrets.token_hex(4)}"
-
-
-def _put_in_place(work: Path, out: Path) -> None:
-    """Rename the finished folder to its name; a corpus already there goes only after that."""
-    if not out.exists():
-        os.rename(work, out)
-        return
-    old = _new_sibling(out, "old")
-    os.rename(out, old)
-    try:
-        os.rename(work, out)
-    except BaseException:
-        os.rename(old, out)
-        raise
-    shutil.rmtree(old)
+    without = dict.fromkeys(texts)  # no words in them yet
+    digest = hashlib.sha256()
+    with (folder / f"{split}.bin").open("wb") as file:
+        for text, (ids, found) in crew.over(encode, texts, split):
+            file.write(ids)
+            digest.update(ids)
+            for key, n in found.items():
+                counts[key] += n
+            if found["words"] > found["lines"]:
+                without.pop(text, None)
+    if without:
+        raise _no_words(next(iter(without)))
+    return counts | {"sha256": digest.hexdigest()}

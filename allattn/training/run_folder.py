@@ -19,6 +19,8 @@ def check_resumable(folder: Path, meta: dict[str, Any], config: Config, corpus: 
     pairs += [
         (f"train.{k}", saved["train"].get(k), now["train"][k]) for k in ("batch_size", "optimizer")
     ]
+    # runs from before there was a shift began without one
+    pairs += [("data.shift", saved["data"].get("shift", False), config.data.shift)]
     pairs += [("run.seed", saved["run"].get("seed"), config.run.seed)]
     for i, stage in enumerate(saved["stages"][: max(meta["stage"], 0) + 1]):
         wanted = now["stages"][i] if i < len(now["stages"]) else {}

@@ -101,7 +101,10 @@ class Trainer:
                 )
         self.eos_id = self.corpus.tokenizer.eos_id
         self.lanes = Lanes(
-            self.corpus.tokens("train"), config.train.batch_size, config.model.seq_len
+            self.corpus.tokens("train"),
+            config.train.batch_size,
+            config.model.seq_len,
+            config.run.seed if config.data.shift else None,
         )
         self.schedule = Schedule(config.stages)
         self.step, self.stage = 0, -1

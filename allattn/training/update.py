@@ -180,7 +180,7 @@ class Updater:
     def place(self, step: int) -> str:
         """Where in the corpus a step's batch comes from."""
         lanes, n = self.lanes, self.lanes.n_segments
-        first = step % n * lanes.seq_len
+        first = lanes.first_token(step)
         return (
             f"step {step + 1} (segment {step % n + 1} of {n}: tokens {first} to "
             f"{first + lanes.seq_len - 1} of each lane's {lanes.lane_len})"

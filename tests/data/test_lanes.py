@@ -1,6 +1,8 @@
 """Lanes and corpora: tables made by hand, and refusals."""
 
 import json
+import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -59,6 +61,52 @@ def test_lanes_are_contiguous_and_independent_of_their_split(n_lanes, seq_len, e
         assert following[:, 0].tolist() == [lane * lanes.lane_len for lane in range(n_lanes)]
 
 
+@given(
+    st.integers(1, 5), st.integers(1, 7), st.integers(0, 60), st.integers(0, 90), st.integers(0, 99)
+)
+def test_a_shift_is_a_function_of_seed_and_pass(n_lanes, seq_len, extra, step, seed):
+    tokens = np.arange(n_lanes * seq_len + seq_len + extra, dtype=np.uint16)
+    lanes = Lanes(tokens, n_lanes, seq_len, shift_seed=seed)
+    inputs, targets = lanes.batch(step, 0, n_lanes)  # never past the end, or stack() would fail
+    assert torch.equal(targets, inputs + 1) and inputs.shape == (n_lanes, seq_len)
+    again = Lanes(tokens, n_lanes, seq_len, shift_seed=seed)
+    again.batch(0, 0, 1)  # what was read before changes nothing
+    assert torch.equal(again.batch(step, 0, n_lanes)[0], inputs)
+    first = int(inputs[0, 0])
+    assert inputs[:, 0].tolist() == [first + lane * lanes.lane_len for lane in range(n_lanes)]
+    offset = first - step % lanes.n_segments * seq_len
+    assert 0 <= offset < seq_len
+    following = lanes.batch(step + 1, 0, n_lanes)[0]
+    if not lanes.starts_pass(step + 1):  # within a pass, a lane goes on where it stopped
+        assert torch.equal(following[:, 0], targets[:, -1])
+
+
+def test_shifts_differ_and_reach_everywhere():
+    lanes = Lanes(np.arange(100), 2, 8, shift_seed=1)
+    offsets = [lanes.first_token(k * lanes.n_segments) for k in range(100)]
+    assert set(offsets) == set(range(8))
+    other = Lanes(np.arange(100), 2, 8, shift_seed=2)
+    assert offsets != [other.first_token(k * other.n_segments) for k in range(100)]
+    with pytest.raises(ValueError, match="with data.shift: at least 24 are needed"):
+        Lanes(np.arange(23), 2, 8, shift_seed=1)
+    assert Lanes(np.arange(24), 2, 8, shift_seed=1).n_segments == 1
+
+
+def test_lanes_copy_nothing(tmp_path):
+    """Of 100M tokens: nothing but the batch is read."""
+    path = tmp_path / "train.bin"
+    tokens = np.memmap(path, dtype="<u2", mode="w+", shape=(100_000_000,))  # a sparse file
+    tracemalloc.start()
+    lanes = Lanes(tokens, 64, 150, shift_seed=1)
+    started = time.perf_counter()
+    for step in range(100):
+        lanes.batch(step, 0, 64)
+    a_batch = (time.perf_counter() - started) / 100
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert a_batch < 0.02 and peak < 1_000_000
+
+
 def test_batches_are_copies():
     tokens = np.arange(10, dtype=np.int64)
     inputs, _ = Lanes(tokens, 1, 3).batch(0, 0, 1)
@@ -81,7 +129,7 @@ def test_corpus(folder):
     assert corpus.info["splits"]["train"]["words"] == 6
     tokens = corpus.tokens("train")
     assert isinstance(tokens, np.memmap) and tokens.dtype == np.uint8
-    assert tokens.tolist() == [0, 2, 1, 3, 0, 1]  # a 2, <eos> 2, b 1, c 1
+    assert tokens.tolist() == [1, 2, 0, 3, 1, 0]  # <eos> first, then a 2, b 1, c 1
     assert corpus.tokenizer.decode(tokens) == "a b\nc a\n"
     with pytest.raises(ValueError):
         tokens[0] = 1  # read-only

@@ -1,4 +1,4 @@
-"""Preparation: counts by hand, known WikiText counts, refusals, and nothing half made."""
+"""Preparation: counts by hand, known WikiText counts, refusals, blocks of text."""
 
 import hashlib
 import json
@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from allattn.data import prepare as module
+from allattn.data import sources
 from allattn.data.lanes import Corpus
-from allattn.data.prepare import TINY, prepare, read_blocks
-from allattn.data.tokenizers import Tokenizer
+from allattn.data.prepare import TINY, prepare
+from allattn.data.sources import Text, read_blocks
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -26,10 +26,6 @@ def write(path: Path, text: str | bytes) -> Path:
 @pytest.fixture
 def text(tmp_path) -> Path:
     return write(tmp_path / "train.txt", "the cat\nthe dog\n")
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_counts_by_hand(tmp_path):
@@ -95,7 +91,7 @@ def test_smallest_type_that_fits(tmp_path, types, dtype):
     info = prepare(out=tmp_path / "out", train=[write(tmp_path / "a.txt", text)])
     assert (info["vocab_size"], info["dtype"]) == (types + 2, dtype)
     corpus = Corpus(tmp_path / "out")
-    assert corpus.tokens("train").tolist() == list(range(types + 1))
+    assert corpus.tokens("train").tolist() == [*range(1, types + 1), 0]
     assert corpus.tokens("train").dtype == np.dtype(dtype).newbyteorder("<")
 
 
@@ -173,13 +169,16 @@ def test_wrong_files(tmp_path, text):
     before = set(tmp_path.iterdir())
     with pytest.raises(FileNotFoundError, match=r"absent\.txt: no such file \(given for valid\)"):
         prepare(out=out, train=[text], valid=[tmp_path / "absent.txt"])
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="not a regular file"):
-        prepare(out=out, train=[tmp_path])
+        prepare(out=out, train=[tmp_path / "pipe"])
+    (tmp_path / "pipe").unlink()
     assert set(tmp_path.iterdir()) == before
     wrong = {
         b"": "empty",
         b"\n \n": "no words",
         b"fine\nfine\nnot \xff fine": "line 3: byte 0xFF is not UTF-8",
+        b"fine\na\0b\n": "line 2: a NUL",
         b"surrogate \xed\xa0\x80\n": "line 1: byte 0xED is not UTF-8",
         b"fine\ncut off \xc3": "line 2: byte 0xC3",
     }
@@ -197,134 +196,54 @@ def test_wrong_files(tmp_path, text):
         prepare(out=text / "out", train=[text])
 
 
-def test_again_does_nothing_and_says_so(tmp_path, text, capsys):
-    out = tmp_path / "out"
-    first = prepare(out=out, train=[text])
-    stamp = out.stat().st_mtime_ns, out.stat().st_ino
-    assert capsys.readouterr() == ("", "")
-    assert prepare(out=out, train=[text]) == first
-    assert (out.stat().st_mtime_ns, out.stat().st_ino) == stamp
-    said = capsys.readouterr()
-    assert said.out == "" and "nothing to do" in said.err and said.err.count("\n") == 1
-
-
-def test_something_else_is_refused(tmp_path, text):
-    out = tmp_path / "out"
-    prepare(out=out, train=[text])
-    before = contents(out)
-    write(tmp_path / "other.txt", "other\n")
-    for options in (
-        {"train": [text], "tokenizer": "byte"},
-        {"train": [text], "min_count": 2},
-        {"train": [text], "valid": [text]},
-        {"train": [tmp_path / "other.txt"]},
-        {"dataset": "tiny"},
+def test_an_existing_tokenizer(tmp_path, text):
+    first = prepare(out=tmp_path / "first", train=[text])
+    other = write(tmp_path / "other.txt", "a dog\n")
+    info = prepare(out=tmp_path / "a", train=[other], tokenizer_from=tmp_path / "first")
+    assert info["tokenizer"] == first["tokenizer"]
+    assert Corpus(tmp_path / "a").tokens("train").tolist() == [4, 3, 0]
+    assert prepare(out=tmp_path / "a", train=[other], tokenizer_from=tmp_path / "first") == info
+    words = write(tmp_path / "words", "dog\n<eos>\n<unk>\n")
+    info = prepare(out=tmp_path / "b", train=[other], tokenizer_from=words, tokenizer="word")
+    assert Corpus(tmp_path / "b").tokens("train").tolist() == [2, 0, 1]
+    for options, match in (
+        ({"min_count": 2}, "min_count: a tokenizer from elsewhere is as it is"),
+        ({"vocab_size": 9}, "vocab_size: a tokenizer from"),
+        ({"tokenizer": "byte"}, "tokenizer byte, but tokenizer_from names one of word"),
     ):
-        with pytest.raises(ValueError, match="another or a damaged.*overwrite"):
-            prepare(out=out, **options)
-    assert contents(out) == before
-    write(text, "the text has changed\n")
-    with pytest.raises(ValueError, match="overwrite"):
-        prepare(out=out, train=[text])
-    info = prepare(out=out, train=[text], overwrite=True, tokenizer="byte")
-    assert json.loads((out / "data.json").read_text()) == info
-    assert sorted(contents(out)) == ["data.json", "tokenizer.json", "train.bin"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.txt", "out", "train.txt"]
+        with pytest.raises(ValueError, match=match):
+            prepare(out=tmp_path / "c", train=[other], tokenizer_from=words, **options)
 
 
-def test_a_damaged_corpus_is_not_taken_for_a_whole_one(tmp_path, text):
-    out = tmp_path / "out"
-    first = prepare(out=out, train=[text])
-    for name, content in contents(out).items():
-        write(out / name, content[:-1] + b"\x00")
-        with pytest.raises(ValueError, match="damaged"):
-            prepare(out=out, train=[text])
-        assert prepare(out=out, train=[text], overwrite=True) == first
-
-
-def test_overwrite_spares_what_is_no_corpus(tmp_path, text):
-    out = tmp_path / "out"
-    out.mkdir()
-    assert prepare(out=out, train=[text])["vocab_size"] == 5  # an empty folder is free
-    write(out / "notes.md", "mine")
-    before = contents(out)
-    with pytest.raises(ValueError, match=r"notes\.md.*not be replaced"):
-        prepare(out=out, train=[text], overwrite=True)
-    assert contents(out) == before
-    other = tmp_path / "other"
-    other.mkdir()
-    write(other / "data.json", "{}")
-    with pytest.raises(ValueError, match="no prepared corpus"):
-        prepare(out=other, train=[text], overwrite=True)
-    with pytest.raises(ValueError, match="not a folder"):
-        prepare(out=text, train=[text], overwrite=True)
-    assert text.read_text() == "the cat\nthe dog\n"
-
-
-def test_through_a_link(tmp_path, text):
-    (tmp_path / "disk").mkdir()
-    os.symlink(tmp_path / "disk", tmp_path / "link")
-    prepare(out=tmp_path / "link", train=[text])
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "data.json").is_file()
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("No space left on device")])
-def test_interruption_leaves_nothing(tmp_path, text, monkeypatch, error):
-    def stop(self, dir):
-        raise error
-
-    before = set(tmp_path.iterdir())
-    with monkeypatch.context() as patched:
-        patched.setattr(Tokenizer, "save", stop)
-        with pytest.raises(type(error) if isinstance(error, OSError) else error):
-            prepare(out=tmp_path / "out", train=[text])
-    assert set(tmp_path.iterdir()) == before
-    old = prepare(out=tmp_path / "out", train=[text])
-    real = os.rename
-
-    def fail(source, target):
-        if "partial" in str(source):
-            raise KeyboardInterrupt
-        real(source, target)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(module.os, "rename", fail)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(out=tmp_path / "out", train=[text], tokenizer="byte", overwrite=True)
-    assert set(tmp_path.iterdir()) == before | {tmp_path / "out"}
-    assert Corpus(tmp_path / "out").info == old
-
-
-def test_folder_does_not_exist_until_it_is_whole(tmp_path, text, monkeypatch):
-    seen = []
-    real = os.rename
-
-    def look(source, target):
-        seen.append((sorted(path.name for path in Path(source).iterdir()), Path(target).exists()))
-        real(source, target)
-
-    monkeypatch.setattr(module.os, "rename", look)
-    prepare(out=tmp_path / "out", train=[text])
-    assert seen == [(["data.json", "tokenizer.json", "train.bin", "vocab.txt"], False)]
+def test_counting_all_splits(tmp_path, text):
+    other = write(tmp_path / "valid.txt", "cat cat new\n")
+    options = {"train": [text], "valid": [other], "count_all": True}
+    prepare(out=tmp_path / "out", **options)
+    assert Corpus(tmp_path / "out").tokenizer.words == [
+        "<eos>", "cat", "the", "dog", "new", "<unk>"
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="another"):
+        prepare(out=tmp_path / "out", train=[text], valid=[other])
 
 
 def test_blocks_join_to_the_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_BLOCK", 64)
-    monkeypatch.setattr(module, "_LONG_LINE", 200)
+    monkeypatch.setattr(sources, "_BLOCK", 64)
+    monkeypatch.setattr(sources, "_LONG_LINE", 200)
     rng = random.Random(1)
     text = "".join(rng.choices("ab é\u2581\r\n", weights=[9, 9, 9, 3, 3, 1, 1], k=3000))
     text += " ".join(["wörd"] * 300) + "\n" + "x" * 500 + " end"
-    blocks = list(read_blocks(write(tmp_path / "a.txt", text)))
-    assert "".join(block for block, _ in blocks) == text + "\n"
-    assert [size for _, size in blocks] == [len(block.encode("utf-8")) for block, _ in blocks]
-    assert sum(len(block.split()) for block, _ in blocks) == len(text.split())
+    blocks = list(read_blocks(Text(write(tmp_path / "a.txt", text))))
+    assert "".join(block.text() for block in blocks) == text + "\n"
+    assert sum(len(block.text().split()) for block in blocks) == len(text.split())
+    for before, block in zip(blocks, blocks[1:], strict=False):
+        assert block.line == before.line + before.data.count(b"\n")
     assert len(blocks) > 20
 
 
 @pytest.mark.parametrize("kind", ["byte", "word", "sentencepiece"])
 def test_cut_long_lines_encode_like_whole_ones(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(module, "_BLOCK", 100)
-    monkeypatch.setattr(module, "_LONG_LINE", 300)
+    monkeypatch.setattr(sources, "_BLOCK", 100)
+    monkeypatch.setattr(sources, "_LONG_LINE", 300)
     text = (TINY / "valid.txt").read_text(encoding="utf-8").replace("\n", " ", 50)
     options = {"vocab_size": 600} if kind == "sentencepiece" else {}
     path = write(tmp_path / "a.txt", text)
@@ -334,15 +253,15 @@ def test_cut_long_lines_encode_like_whole_ones(tmp_path, monkeypatch, kind):
 
 
 def test_a_line_without_any_space_has_a_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_LONG_LINE", 1 << 20)
-    monkeypatch.setattr(module, "_LONGEST_WORD", 2 << 20)
+    monkeypatch.setattr(sources, "_LONG_LINE", 1 << 20)
+    monkeypatch.setattr(sources, "_LONGEST_WORD", 2 << 20)
     path = write(tmp_path / "a.txt", "fine\n" + "x" * (4 << 20))
     with pytest.raises(ValueError, match=r"a\.txt, line 2: 2 MiB without a space; break"):
-        list(read_blocks(path))
+        list(read_blocks(Text(path)))
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_BLOCK", 1 << 15)
+    monkeypatch.setattr(sources, "_BLOCK", 1 << 15)
     peaks = []
     line = "the same few words again and again\n"
     for n in (1, 4):

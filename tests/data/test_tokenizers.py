@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -22,8 +21,12 @@ from allattn.data.tokenizers import (
 
 WIKITEXT_2 = Path(__file__).resolve().parents[3] / "shared" / "data" / "wikitext-2"
 # the characters that sentencepiece, files or terminals treat specially
-AWKWARD = "\u2581\u2585\0\t \r\n\u00a0\u2028\u2029\u0085\ufeff\ufffd<>|s/\x1cé😀"
-TEXTS = st.text(st.one_of(st.sampled_from(AWKWARD), st.characters(exclude_categories=["Cs"])))
+AWKWARD = "\u2581\u2585\x01\t \r\n\u00a0\u2028\u2029\u0085\ufeff\ufffd<>|s/\x1cé😀"
+TEXTS = st.text(
+    st.one_of(
+        st.sampled_from(AWKWARD), st.characters(exclude_categories=["Cs"], exclude_characters="\0")
+    )
+)
 
 
 @cache
@@ -37,7 +40,7 @@ def all_kinds() -> list:
 
 
 def test_word_ids_by_count_then_first_appearance():
-    # counts: c 1, a 2, <eos> 3, b 3, <unk> 1; <eos> appears before b
+    # counts: c 1, a 2, b 3, <unk> 1; <eos> is first whatever its count
     words = WordTokenizer.build(["c a\na ", "b b\n", "b <unk>\n"])
     assert words.words == ["<eos>", "b", "a", "c", "<unk>"]
     assert (words.vocab_size, words.eos_id, words.unk_id) == (5, 0, 4)
@@ -45,16 +48,16 @@ def test_word_ids_by_count_then_first_appearance():
 
 def test_word_adds_unk_last_and_uses_it():
     words = WordTokenizer.build(["a a b\n"])
-    assert words.words == ["a", "b", "<eos>", "<unk>"]
-    assert words.encode("b new a\n") == [1, 3, 0, 2]
-    assert words.decode([1, 3, 0, 2]) == "b <unk> a\n"
+    assert words.words == ["<eos>", "a", "b", "<unk>"]
+    assert words.encode("b new a\n") == [2, 3, 1, 0]
+    assert words.decode([2, 3, 1, 0]) == "b <unk> a\n"
 
 
 def test_word_limits_keep_the_special_types():
     text = ["a a a b b c <unk>\n"]  # <unk> and <eos> once
-    assert WordTokenizer.build(text, min_count=2).words == ["a", "b", "<unk>", "<eos>"]
-    assert WordTokenizer.build(text, max_vocab=3).words == ["a", "<unk>", "<eos>"]
-    assert WordTokenizer.build(["a a b\n"], max_vocab=3).words == ["a", "<eos>", "<unk>"]
+    assert WordTokenizer.build(text, min_count=2).words == ["<eos>", "a", "b", "<unk>"]
+    assert WordTokenizer.build(text, max_vocab=3).words == ["<eos>", "a", "<unk>"]
+    assert WordTokenizer.build(["a a b\n"], max_vocab=3).words == ["<eos>", "a", "<unk>"]
     assert WordTokenizer.build(text, max_vocab=100).vocab_size == 5
     with pytest.raises(ValueError, match="min_count"):
         WordTokenizer.build(text, min_count=0)
@@ -62,14 +65,47 @@ def test_word_limits_keep_the_special_types():
         WordTokenizer.build(text, max_vocab=1)
 
 
-@given(st.lists(st.lists(st.sampled_from("abcdef"), max_size=5), min_size=1, max_size=8))
-def test_word_vocabulary_as_transformer_xl_counts(lines):
-    """Against Transformer-XL's Vocab: count symbols + <eos> a line, then Counter.most_common."""
-    counter: Counter[str] = Counter()
+def transformer_xl(lines: list[str]) -> tuple[list[str], list[int]]:
+    """Words and ids by the rules of Transformer-XL's word-level corpora, the slow and plain way.
+
+    Special symbols first; then symbols by count, those seen earlier first; each stripped line is
+    split at whitespace, and <eos> follows it when it is encoded (not when it is counted).
+    """
+    seen: list[list] = []  # [symbol, count] in order of appearance
     for line in lines:
-        counter.update([*line, "<eos>"])
-    expected = [word for word, _ in counter.most_common()] + ["<unk>"]
-    assert WordTokenizer.build("".join(" ".join(x) + "\n" for x in lines)).words == expected
+        for symbol in line.strip().split():
+            entry = next((e for e in seen if e[0] == symbol), None)
+            if entry is None:
+                seen.append([symbol, 1])
+            else:
+                entry[1] += 1
+    vocabulary = ["<eos>"]
+    for count in range(max((e[1] for e in seen), default=0), 0, -1):
+        vocabulary += [e[0] for e in seen if e[1] == count and e[0] not in vocabulary]
+    ids = []
+    for line in lines:
+        ids += [vocabulary.index(symbol) for symbol in [*line.strip().split(), "<eos>"]]
+    return vocabulary, ids
+
+
+@given(st.lists(st.lists(st.sampled_from(["a", "b", "B", "c", "<unk>", "<eos>"]), max_size=5)))
+def test_word_vocabulary_and_ids_as_transformer_xl(lines):
+    lines = [" ".join(words) + " " for words in lines]
+    expected, ids = transformer_xl(lines)
+    text = "".join(line + "\n" for line in lines)
+    words = WordTokenizer.build([text])
+    assert words.words == expected + ["<unk>"] * ("<unk>" not in expected)
+    assert words.encode(text) == ids
+    assert words.encode_array(text, np.dtype("<u2")).tolist() == ids
+
+
+@pytest.mark.skipif(not WIKITEXT_2.is_dir(), reason=f"{WIKITEXT_2} is absent")
+def test_word_ids_of_real_text_as_transformer_xl():
+    text = (WIKITEXT_2 / "wiki.valid.tokens").read_text(encoding="utf-8")[:60_000]
+    expected, ids = transformer_xl(text.split("\n")[:-1])
+    text = text[: text.rindex("\n") + 1]
+    words = WordTokenizer.build([text])
+    assert words.words == expected and words.encode(text) == ids
 
 
 def test_word_blank_lines_and_spaces():
@@ -84,8 +120,7 @@ def test_word_wikitext_2_types():
     text = (WIKITEXT_2 / "wiki.train.tokens").read_text(encoding="utf-8")
     words = WordTokenizer.build([text])
     assert words.vocab_size == 33_278
-    assert words.words[:4] == ["the", ",", ".", "of"]
-    assert words.words[words.eos_id] == "<eos>"
+    assert words.words[:5] == ["<eos>", "the", ",", ".", "of"]
 
 
 def test_bytes():
@@ -187,14 +222,14 @@ def test_sentencepiece_refusals():
     with pytest.raises(ValueError, match="unigram or bpe"):
         SentencePieceTokenizer.train(["a\n"], vocab_size=300, model_type="word")
     with pytest.raises(ValueError, match="nothing to train"):
-        SentencePieceTokenizer.train(["\n\0\n"], vocab_size=300)
+        SentencePieceTokenizer.train(["\n\n"], vocab_size=300)
     with pytest.raises(ValueError, match="not a sentencepiece model"):
         SentencePieceTokenizer(b"junk")
 
 
 def test_marked_lines_are_learnt_from():
     """Lines with the trainer's own markers are not lost, only the markers."""
-    text = "".join(f"wonderful {i}\u2585 wonderful\u2581wonderful\0 wonderful\n" for i in range(50))
+    text = "".join(f"wonderful {i}\u2585 wonderful\u2581wonderful wonderful\n" for i in range(50))
     tokenizer = SentencePieceTokenizer.train([text], vocab_size=290, model_type="bpe")
     assert len(tokenizer.encode("wonderful")) < 5
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -204,6 +239,23 @@ def test_marked_lines_are_learnt_from():
 def test_lone_surrogates_are_refused(index):
     with pytest.raises(ValueError, match=r"line 2 .*U\+D800"):
         all_kinds()[index].encode("fine\nnot \ud800 fine\n")
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_nul_is_refused(index):
+    with pytest.raises(ValueError, match=r"^line 3 holds a NUL .*remove it"):
+        all_kinds()[index].encode("fine\n\nnot \0 fine\n")
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_round_trips_of_other_scripts(index):
+    text = "\u05e9\u05dc\u05d5\u05dd \u200f(abc)\u200e \u0645\u0631\u062d\u0628\u0627\n"
+    text += (
+        "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1eb\U0001f1ee e\u0301 \u202eabc\u202c\n"
+    )
+    text += "\u65e5\u672c\u8a9e" * 350_000 + "\n"  # a line of more than 1 MB
+    tokenizer = all_kinds()[index]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize("index", range(3))

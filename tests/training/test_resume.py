@@ -32,6 +32,7 @@ WAYS = {
         "model.embedding=adaptive", "model.cutoffs=[40,100]", "model.div_value=2",
         "model.same_length=true", "train.micro_batch_size=2", "model.mem_len=24",
     ],
+    "shift": ["data.shift=true"],
 }  # fmt: skip
 DROPOUT = ["model.dropout=0.1", "model.attn_dropout=0.1", "train.eval_every=3"]
 

@@ -42,6 +42,15 @@ def test_resuming_on_another_text_is_refused(make_config, train, tmp_path):
     Trainer(make_config(texts["a"]), resume=True).train(6)
 
 
+def test_a_shift_belongs_to_a_run(make_config, train):
+    plain = train(make_config("data.shift=false", name="plain"), 5, to_end=False)
+    shifted = train(make_config("data.shift=true", name="shifted"), 5, to_end=False)
+    assert plain.losses()["train", 1] != shifted.losses()["train", 1]
+    for name, other in (("plain", "true"), ("shifted", "false")):
+        with pytest.raises(ConfigError, match=r"data\.shift: .* began with"):
+            Trainer(make_config(f"data.shift={other}", name=name), resume=True)
+
+
 def test_weights_can_be_read_by_others(make_config, train):
     old = os.umask(0o022)
     try:
