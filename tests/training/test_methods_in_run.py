@@ -24,6 +24,7 @@ from allattn.config import CHOICES, ConfigError, ModelConfig, load_config
 from allattn.inference.load import load_pretrained
 from allattn.model.transformer import TransformerLM
 from allattn.pruning.gates import gates
+from allattn.training.state import sha256
 from allattn.training.trainer import Trainer
 
 METHODS = CHOICES["stage.prune.method"]
@@ -296,7 +297,6 @@ def plant(tiny_yaml: Path, tmp_path_factory) -> Plant:
         shutil.copytree(source.checkpoint(PLANTED), out)
         meta = source.meta(PLANTED)
         meta["model"]["n_heads"] = [4, 4]
-        (out / "meta.json").write_text(json.dumps(meta))
         torch.manual_seed(5)
         wide = TransformerLM(ModelConfig(**meta["model"])).state_dict()
         found = load_file(out / "parameters.safetensors")
@@ -314,6 +314,8 @@ def plant(tiny_yaml: Path, tmp_path_factory) -> Plant:
             elif heads:
                 tensor[rows if name.endswith(".weight") else heads] = found[name]
         save_file(wide, out / "parameters.safetensors")
+        meta["sha256"]["parameters.safetensors"] = sha256(out / "parameters.safetensors")
+        (out / "meta.json").write_text(json.dumps(meta))
         return out
 
     return build
