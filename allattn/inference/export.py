@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from allattn.data.sources import sha256
 from allattn.inference.load import Source
 from allattn.model.transformer import count_parameters
 from allattn.training.state import (
@@ -14,7 +15,6 @@ from allattn.training.state import (
     read_json,
     replace_folder,
     save_tensors,
-    sha256,
     write_json,
 )
 

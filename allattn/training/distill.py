@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from allattn.config import Config
+from allattn.data.sources import sha256
 from allattn.model.adaptive import SoftTargets
 from allattn.model.transformer import Memory, TransformerLM
 from allattn.training.state import (
     FORMAT_VERSION,
     load_weights,
     save_tensors,
-    sha256,
     write_json,
 )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -32,6 +31,7 @@ from allattn.config import (
     PruneConfig,
     model_config_from_dict,
 )
+from allattn.data.sources import sha256
 from allattn.model.transformer import TransformerLM
 from allattn.pruning.gates import log_alphas
 from allattn.pruning.methods import PruningState, build_method
@@ -299,15 +299,6 @@ def with_structure(config: Config, checkpoint: Path | None = None) -> ModelConfi
             f"model.n_layers={source.n_layers}"
         )
     return dataclasses.replace(config.model, n_heads=source.heads, d_head=source.d_head)
-
-
-def sha256(path: Path) -> str:
-    """Of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def check_sha256(folder: Path, expected: dict[str, str]) -> None:

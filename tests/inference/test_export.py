@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 import allattn
 from allattn.cli import main
+from allattn.data.sources import sha256
 from allattn.inference import export as module
 from allattn.inference.load import load_pretrained, open_source
-from allattn.training.state import sha256
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from test_deepspeed import two_ranks
 from test_resume import DROPOUT, assert_same_state
 
 from allattn.config import CHOICES, ConfigError, ModelConfig, load_config
+from allattn.data.sources import sha256
 from allattn.inference.load import load_pretrained
 from allattn.model.transformer import TransformerLM
 from allattn.pruning.gates import gates
-from allattn.training.state import sha256
 from allattn.training.trainer import Trainer
 
 METHODS = CHOICES["stage.prune.method"]

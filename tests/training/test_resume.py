@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from allattn.config import ConfigError
 from allattn.data.lanes import Corpus, Lanes
 from allattn.data.prepare import TINY, prepare
-from allattn.training.state import sha256
+from allattn.data.sources import sha256
 from allattn.training.trainer import Trainer
 
 WAYS = {
