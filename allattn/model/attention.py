@@ -54,6 +54,8 @@ class Attention(nn.Module):
 
     Attributes:
         gate: optional module that returns one multiplier a head, [N] or [B, N]; None: all ones.
+        watch: optional function that is given the attention weights [B, N, T, S + P], content
+            before persistent, and returns those to go on with; only `reference` has them.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Attention(nn.Module):
             self.persistent_key = nn.Parameter(torch.empty(n_heads, n_persistent, d_head))
             self.persistent_value = nn.Parameter(torch.empty(n_heads, n_persistent, d_head))
         self.gate: nn.Module | None = None
+        self.watch: Callable[[Tensor], Tensor] | None = None
 
     def forward(
         self,
@@ -160,6 +163,8 @@ class Attention(nn.Module):
     def _fused(self, q_BTNH: Tensor, visible: Visible) -> bool:
         """Whether this call takes the fused core."""
         dropout = self.dropout if self.training else 0.0
+        if self.watch is not None:
+            return False
         if visible.padding is not None and max(visible.padding) > visible.M:
             return False  # rows of padding: the reference has them see themselves
         if self.implementation == "auto" and q_BTNH.shape[1] < FEW_QUERIES:
@@ -181,6 +186,8 @@ class Attention(nn.Module):
             persistent = q_BNTH @ self.persistent_key.transpose(1, 2)  # sqrt(H) and scale cancel
             scores = torch.cat([scores, persistent], dim=-1)
         weights = F.dropout(scores.softmax(dim=-1), self.dropout, self.training)
+        if self.watch is not None:
+            weights = self.watch(weights)
         heads = weights[..., :S].to(v_BNSH.dtype) @ v_BNSH
         if self.n_persistent:
             value = self.persistent_value * math.sqrt(self.n_persistent)

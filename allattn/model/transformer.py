@@ -7,7 +7,10 @@ Shapes: B batch, T tokens of a segment, M remembered positions, S = M + T, D mod
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -230,6 +233,24 @@ class TransformerLM(nn.Module):
             distances = falling_distances(S, config.clamp_len, device)
             table = self._sinusoids = sinusoids(distances, config.d_model, dtype)
         return table[len(table) - S :]  # the last rows are the small distances
+
+
+@contextlib.contextmanager
+def watched(model: TransformerLM, watch: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
+    """Show a function every layer's attention weights; it returns those to go on with.
+
+    Args:
+        model: takes the reference attention meanwhile.
+        watch: called with the layer's number and its weights [B, N, T, S + P].
+    """
+    attentions = [(i, a.attention) for i, a in enumerate(model.layers) if a.attention is not None]
+    for i, attention in attentions:
+        attention.watch = partial(watch, i)
+    try:
+        yield
+    finally:
+        for _, attention in attentions:
+            attention.watch = None
 
 
 @torch.no_grad()

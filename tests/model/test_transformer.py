@@ -17,6 +17,7 @@ from allattn.model.transformer import (
     count_parameters,
     flops_per_token,
     init_weights,
+    watched,
 )
 
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -553,3 +554,26 @@ def test_every_weight_gets_its_first_value_from_the_seed(tiny_config):
             rounds.append([p.detach().clone() for p in model.parameters()])
         for one, other in zip(*rounds, strict=True):
             assert torch.isfinite(one).all() and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "fused"])
+def test_watched_weights_are_the_layer_s_own(tiny_model, implementation):
+    """They sum to one, and giving others back changes the output; the core comes back after."""
+    model = tiny_model(attention=implementation)
+    ids = torch.arange(8).view(2, 4)
+    plain = model(ids).log_probs
+    seen = []
+
+    def look(layer, weights_BNTS):
+        seen.append((layer, weights_BNTS))
+        return weights_BNTS
+
+    with watched(model, look):
+        torch.testing.assert_close(model(ids).log_probs, plain, **EXACT)
+    assert [layer for layer, _ in seen] == [0, 1]
+    for _, weights in seen:
+        assert weights.shape == (2, 2, 4, 4 + 5)
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 4, dtype=torch.float64))
+    with watched(model, lambda layer, weights: weights * 0):
+        assert not torch.allclose(model(ids).log_probs, plain)
+    torch.testing.assert_close(model(ids).log_probs, plain, **EXACT)

@@ -1,0 +1,1 @@
+"""What heads do: relevance, roles, and what is lost without them."""
