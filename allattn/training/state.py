@@ -198,7 +198,8 @@ class Weights:
     Attributes:
         config: its shape.
         parameters: by name.
-        info: what else the source says of itself (`meta.json` or `config.json`).
+        info: what else the source says of itself (`meta.json` or `config.json`); `head_ids` are
+            the original numbers of the heads that are left.
         path: the folder that was read.
     """
 
@@ -272,6 +273,8 @@ def _load_checkpoint_weights(folder: Path) -> Weights:
         parameters = fold_output_scales(without_gates(parameters), scales)
         parameters = cut_tensors(parameters, kept, config.d_head)
         config = cut_config(config, kept)
+        ids = zip(meta["head_ids"], kept, strict=True)
+        meta["head_ids"] = [[layer[h] for h in heads] for layer, heads in ids]
     return Weights(config, parameters, meta, folder)
 
 

@@ -20,6 +20,7 @@ from allattn.cli import main
 from allattn.data.sources import sha256
 from allattn.inference import export as module
 from allattn.inference.load import load_pretrained, open_source
+from allattn.training.state import load_weights
 
 
 @pytest.fixture
@@ -98,6 +99,15 @@ def test_within_the_pruning_stage(make_config, train, tmp_path):
     model = load_pretrained(out)
     assert sum(model.config.heads) == n_open[step]
     assert torch.equal(log_probs(model), log_probs(load_pretrained(checkpoint)))
+    # each head is still known by its first number: its rows in the checkpoint are its rows here
+    head_ids = load_weights(out).info["run"]["head_ids"]
+    assert list(map(len, head_ids)) == model.config.heads
+    before, d_head = run.tensors(step, "parameters"), model.config.d_head
+    for i, ids in enumerate(head_ids):
+        name = f"layers.{i}.attention.query.weight"
+        if ids:
+            rows = before[name].view(-1, d_head, before[name].shape[1])
+            assert torch.equal(rows[ids].flatten(0, 1), weights[name])
 
 
 def test_all_heads_gone(make_config, train, tmp_path):
