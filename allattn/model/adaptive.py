@@ -1,8 +1,8 @@
 """From token ids to vectors and back to log-probabilities: plain tied, or adaptive by frequency.
 
-Both classes have the same methods: `embed(ids)`, `nll(h, targets)`, `log_probs(h)` and
-`divergence(h, soft)`. They are called through `forward(x, "nll", targets)`: ZeRO-3 shows a module's
-parameters only while it is called so, and once more in its backward pass.
+Both classes have the same methods: `embed(ids)`, `nll(h, targets)`, `log_probs(h)`,
+`logits_of(h, ids)` and `divergence(h, soft)`. They are called through `forward(x, "nll", targets)`:
+ZeRO-3 shows a module's parameters only while it is called so, and once more in its backward pass.
 Shapes: B batch, T tokens, D model width, V vocabulary.
 """
 
@@ -81,6 +81,10 @@ class TiedVocabulary(_Vocabulary):
             for part in zip(h.split(size), targets.split(size), strict=True)
         ]
         return torch.cat(parts).view(targets_BT.shape)
+
+    def logits_of(self, h_BTD: Tensor, ids_BT: Tensor) -> Tensor:
+        """One id's logit at each place, [B, T]: linear in h."""
+        return (h_BTD * self.embedding[ids_BT]).sum(-1) + self.bias[ids_BT]
 
     def _nll(self, h: Tensor, targets: Tensor) -> Tensor:
         logits = _wide(F.linear(h, self.embedding, self.bias))
@@ -168,13 +172,32 @@ class AdaptiveVocabulary(_Vocabulary):
             loss = loss.index_add(0, rows, tail)
         return loss.masked_fill(targets == -1, 0.0).view(targets_BT.shape)
 
+    def logits_of(self, h_BTD: Tensor, ids_BT: Tensor) -> Tensor:
+        """One id's logit at each place, [B, T]: its log-probability without the normalisers.
+
+        Linear in h. Of an id in a rarer cluster: the cluster's logit in the head, plus the id's
+        logit within the cluster.
+        """
+        h, ids = h_BTD.flatten(0, 1), ids_BT.flatten()
+        out = h.new_zeros(len(h))
+        for c, (low, high) in enumerate(zip(self.edges, self.edges[1:], strict=False)):
+            rows = ((ids >= low) & (ids < high)).nonzero().squeeze(1)
+            logits = self._logits(h[rows], c).gather(1, ids[rows, None] - low).squeeze(1)
+            if c:
+                logits = logits + self._head_logits(h[rows])[:, self.edges[1] + c - 1]
+            out = out.index_add(0, rows, logits)
+        return out.view(ids_BT.shape)
+
     def _head(self, h: Tensor) -> Tensor:
+        return _wide(self._head_logits(h)).log_softmax(-1)
+
+    def _head_logits(self, h: Tensor) -> Tensor:
         logits = self._logits(h, 0)
         if len(self.embeddings) > 1:
             hidden = h @ self.output_projection if len(self.projections) else h
             clusters = F.linear(hidden, self.cluster_weight, self.cluster_bias)
             logits = torch.cat([logits, clusters], dim=-1)
-        return _wide(logits).log_softmax(-1)
+        return logits
 
     def _logits(self, h: Tensor, c: int) -> Tensor:
         if len(self.projections):

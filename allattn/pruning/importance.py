@@ -19,7 +19,7 @@ from allattn.pruning.gates import gates
 Stream = Iterable[tuple[Tensor, Tensor]]  # consecutive segments of the same lanes: ids, targets
 
 
-class _ProbeGate(nn.Module):
+class ProbeGate(nn.Module):
     """The same multipliers for every sequence, as a leaf whose gradient is read: [B, N]."""
 
     def __init__(self, mask_N: Tensor):
@@ -28,10 +28,28 @@ class _ProbeGate(nn.Module):
         self.value: Tensor | None = None
 
     def start(self, n_sequences: int) -> None:
+        """A new leaf, for the next forward pass."""
         self.value = self.mask_N.expand(n_sequences, -1).clone().requires_grad_()
 
     def forward(self) -> Tensor:
+        """Multipliers [B, N]."""
         return self.value
+
+
+def put_probes(model: TransformerLM) -> list[ProbeGate | None]:
+    """Replace every layer's gate by a probe with the same multipliers; None: no heads there."""
+    probes: list[ProbeGate | None] = []
+    for layer in model.layers:
+        probe = None
+        if layer.attention is not None:
+            weight, gate = layer.attention.output.weight, layer.attention.gate
+            mask = weight.new_ones(layer.attention.n_heads) if gate is None else gate()
+            # never narrower than float32, and as wide as the model
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            probe = ProbeGate(mask.detach().to(weight.device, dtype))
+            layer.attention.gate = probe
+        probes.append(probe)
+    return probes
 
 
 def head_scores(
@@ -81,15 +99,7 @@ def importance(
     """
     model.eval().requires_grad_(False)
     device = next(model.parameters()).device
-    probes: list[_ProbeGate | None] = []
-    for layer in model.layers:
-        probe = None
-        if layer.attention is not None:
-            masks = [m for m in [layer.attention.gate] if m is not None]
-            ones = torch.ones(layer.attention.n_heads, device=device)
-            probe = _ProbeGate(masks[0]().to(device) if masks else ones)
-            layer.attention.gate = probe
-        probes.append(probe)
+    probes = put_probes(model)
     sums = torch.zeros(len(probes), max(model.config.heads, default=0), dtype=torch.float64)
     n_sequences = 0
     for stream in streams:

@@ -113,6 +113,31 @@ def every_kind() -> list[tuple[str, nn.Module]]:
     ]
 
 
+@shapes
+def test_logits_are_log_probs_without_the_normalisers_and_linear(cutoffs, div_value):
+    """Put together again they give the log-probabilities: in the head, and in each cluster."""
+    vocabulary = adaptive(cutoffs, div_value)
+    h = torch.randn(1, 2, D)
+    every = torch.arange(V).expand(1, V)
+    for place in range(2):
+        same = h[:, place : place + 1].expand(1, V, D)
+        logits = vocabulary.logits_of(same, every)[0]
+        bounds = list(zip([0, *cutoffs], [*cutoffs, V], strict=True))
+        # exp of a cluster's entry times the sum within the cluster is what its ids' logits add to
+        entry = [
+            vocabulary._head_logits(same[0, :1])[0, bounds[0][1] + c] for c in range(len(cutoffs))
+        ]
+        head = torch.stack([*logits[: bounds[0][1]], *entry]).logsumexp(0)
+        wanted = [logits[: bounds[0][1]] - head]
+        for (low, high), one in zip(bounds[1:], entry, strict=True):
+            wanted.append(logits[low:high] - head - (logits[low:high] - one).logsumexp(0))
+        torch.testing.assert_close(vocabulary.log_probs(same)[0, 0], torch.cat(wanted), **EXACT)
+    a, b, zero = torch.randn(2, V, D), torch.randn(2, V, D), torch.zeros(2, V, D)
+    ids = torch.stack([torch.randperm(V), torch.arange(V)])
+    f = lambda x: vocabulary.logits_of(x, ids)  # noqa: E731
+    torch.testing.assert_close(f(a + b), f(a) + f(b) - f(zero), **EXACT)
+
+
 def test_minus_one_is_not_scored_and_has_no_gradient():
     for kind, vocabulary in every_kind():
         h = torch.randn(2, 3, D, requires_grad=True)
@@ -148,6 +173,15 @@ def test_tied_vocabulary_equals_loops():
     ids = torch.randint(V, (2, 3))
     wanted = torch.from_numpy(weights["embedding"])[ids] * math.sqrt(D)
     torch.testing.assert_close(vocabulary(ids), wanted, **EXACT)
+
+
+def test_tied_logits_are_log_probs_without_the_normaliser():
+    vocabulary, h = tied(), torch.randn(2, 3, D)
+    ids = torch.randint(V, (2, 3))
+    logits = h @ vocabulary.embedding.t() + vocabulary.bias
+    wanted = logits.gather(2, ids[..., None]).squeeze(2)
+    torch.testing.assert_close(vocabulary.logits_of(h, ids), wanted, **EXACT)
+    torch.testing.assert_close(vocabulary.log_probs(h), logits.log_softmax(-1), **EXACT)
 
 
 def test_one_tensor_serves_input_and_output():
