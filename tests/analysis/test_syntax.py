@@ -95,8 +95,8 @@ def test_a_head_at_the_bar_is_syntactic(planted):
 
 def test_the_line_end_and_persistent_vectors_do_not_count(planted):
     attention = planted.layers[0].attention
-    with torch.no_grad():  # heads 1 and 2 prefer persistent vectors and the line end by far
-        planted.vocabulary.embedding[WORD.eos_id, WORD.ids["dog"]] = 20.0
+    with torch.no_grad():  # head 1 prefers the line end, then a persistent vector, by far
+        attention.key.weight[2, WORD.eos_id] = 30.0
         attention.persistent_key[1] = torch.tensor([50.0, 0.0])
     view = syntactic_heads(planted, WORD, SENTENCES)
     assert view.relations[KINDS.index(("nsubj", "h->d"))].accuracy[0][1] == 1
