@@ -160,7 +160,9 @@ def test_against_loops_whatever_the_batch_size(tiny_model, family, same_length):
     model = tiny_model(
         vocab_size=256, n_layers=3, n_heads=[2, 0, 1], same_length=same_length, **family
     )
+    short = "a/2/amod b/0/root c/2/obj d/3/advmod e/3/amod f/4/nsubj g/5/obj h/6/advmod i/7/obj"
     sentences = [*SENTENCES, sentence("é/0/root a/1/obj b/1/advmod"), sentence("x/0/root")]
+    sentences += [sentence(short), sentence(short[: short.index(" h")])]
     seen, lost, hits = oracle(model, tokenizer, sentences)
     assert sum(lost.values()) > 0 and sum(hits.values()) > 0
     views = [syntactic_heads(model, tokenizer, sentences, batch_size=n) for n in (1, 4, 50)]
