@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from allattn.config import (
     Config,
@@ -21,6 +21,9 @@ from allattn.config import (
     to_yaml,
     with_vocabulary,
 )
+
+if TYPE_CHECKING:
+    from allattn.model.transformer import TransformerLM
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -136,6 +139,22 @@ def build_parser() -> argparse.ArgumentParser:
     _data_arguments(p)
     _json(p)
     p.set_defaults(run=_prune)
+
+    p = commands.add_parser("analyze", help="what the heads do: report.html, report.json, pictures")
+    p.add_argument("path", metavar="PATH")
+    p.add_argument("--out", required=True, metavar="DIR")
+    p.add_argument("--conllu", metavar="FILE", help="a treebank: also look for syntactic heads")
+    p.add_argument("--split", default="valid", help="to look at")
+    p.add_argument("--tokens", type=int, default=16384, metavar="N", help="of it, about")
+    p.add_argument(
+        "--states", type=int, default=3, metavar="N", help="earlier checkpoints to look at as well"
+    )
+    p.add_argument("--batch-size", type=int, default=8, metavar="N", help="changes speed only")
+    p.add_argument("--seed", type=int, default=1, metavar="N", help="of random orders and tests")
+    p.add_argument("--overwrite", action="store_true", help="replace a report there")
+    _data_arguments(p)
+    _json(p)
+    p.set_defaults(run=_analyze)
 
     p = commands.add_parser("export", help="write a model as a folder of its own")
     p.add_argument("path", metavar="PATH")
@@ -396,6 +415,71 @@ def _prune(args: argparse.Namespace) -> None:
         _print_json(rows)
         return
     print(table(rows))
+
+
+def _analyze(args: argparse.Namespace) -> None:
+    from allattn.analysis.analyze import Analyzer, History, Settings, State
+    from allattn.analysis.conllu import read_conllu
+    from allattn.analysis.report import start_report, table, write_report
+    from allattn.analysis.survival import read_metrics
+    from allattn.inference.evaluate import evaluate
+    from allattn.inference.history import head_ids_of, history_of, step_of
+    from allattn.inference.load import Source, build_model, open_source, pick_device
+
+    for name, low in (("tokens", 1), ("states", 0), ("batch_size", 1), ("seed", 0)):
+        if getattr(args, name) < low:
+            raise ConfigError(f"--{name.replace('_', '-')}: {getattr(args, name)} is too small")
+    device = pick_device(args.device)
+    source = open_source(args.path)
+    corpus = source.corpus(args.data)
+    sentences = None if args.conllu is None else read_conllu(args.conllu)
+    start_report(args.out, args.overwrite)
+    found = history_of(source, args.states)
+
+    def state(name: str, of: Source) -> State:
+        def load() -> TransformerLM:
+            return build_model(of.weights).to(device)
+
+        return State(name, step_of(of), of.config.heads, head_ids_of(of), load)
+
+    subject = state("the model", source)
+    history = History(found.first_heads, [], None, [])
+    for folder in found.checkpoints:
+        earlier = open_source(folder)
+        history.states.append(state(f"step {step_of(earlier)}", earlier))
+        if folder == found.dense:
+            history.dense = history.states[-1]
+    if found.folder is not None:
+        lines = read_metrics(found.folder / "metrics.jsonl")
+        history.lines = [line for line in lines if line["step"] <= subject.step]
+    settings = Settings(args.split, args.tokens, args.batch_size, args.seed)
+    result = evaluate(subject.load(), corpus, args.split, args.batch_size)
+    report = {
+        "model": {
+            "path": str(source.weights.path),
+            "family": source.config.family,
+            "step": subject.step,
+            "head_ids": subject.head_ids,
+            "first_heads": history.first_heads,
+            **{k: result[k] for k in ("heads", "params", "params_non_embedding", "loss", "ppl")},
+        }
+    }
+    report |= Analyzer(corpus, sentences, settings, _progress).analyze(subject, history)
+    write_report(report, history.lines, args.out)
+    if args.json:
+        _print_json(report)
+        return
+    print(table(report))
+    print(Path(args.out) / "report.html")
+
+
+def _progress(what: str, n: int) -> Any:
+    """A bar on a terminal, elsewhere a line."""
+    from tqdm import tqdm
+
+    if not sys.stderr.isatty():
+        print(what, file=sys.stderr, flush=True)
+    return tqdm(total=n, desc=what, disable=not sys.stderr.isatty(), unit_scale=True, leave=False)
 
 
 def _export(args: argparse.Namespace) -> None:

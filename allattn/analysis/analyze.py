@@ -139,9 +139,10 @@ class Analyzer:
             rows = self._rows(state, *found)
             states.append({"name": state.name, "step": state.step, "heads": rows})
             if state is history.dense:
-                roles, dense_syntax = _by_layer(rows, state, history.first_heads), found[1]
+                roles = _by_layer(rows, state, history.first_heads)
+                dense_syntax = _syntax(found[1], state)
         states.append({"name": subject.name, "step": subject.step, "heads": heads})
-        fates = None
+        fates: dict[str, Any] | None = None
         if roles is not None and order:
             now = _by_layer(heads, subject, history.first_heads)
             fates = {"roles": roles} | asdict(survival(history.lines, roles, {subject.step: now}))
@@ -155,8 +156,8 @@ class Analyzer:
                 "seed": settings.seed,
             },
             "heads": heads,
-            "syntax": _syntax(syntax),
-            "dense_syntax": _syntax(dense_syntax),
+            "syntax": _syntax(syntax, subject),
+            "dense_syntax": dense_syntax,
             "single_heads": [
                 asdict(s) | {"best": subject.head_ids[s.layer][s.best]} for s in singles
             ],
@@ -244,13 +245,14 @@ def _by_layer(
     return by_first_number(own, state.head_ids, first_heads)
 
 
-def _syntax(view: SyntaxView | None) -> list[dict[str, Any]] | None:
+def _syntax(view: SyntaxView | None, state: State) -> list[dict[str, Any]] | None:
     """Relations as JSON values, with the best accuracy of all heads."""
     if view is None:
         return None
     rows = []
     for relation in view.relations:
         row = asdict(relation)
+        row["syntactic"] = [(layer, state.head_ids[layer][h]) for layer, h in relation.syntactic]
         flat = np.array([a for layer in relation.accuracy or [] for a in layer])
         rows.append(row | {"best_accuracy": float(flat.max()) if flat.size else None})
     return rows

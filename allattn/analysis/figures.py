@@ -25,9 +25,7 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def head_maps(
-    maps: dict[str, PerHead], head_ids: list[list[int]], n_heads: list[int]
-) -> Figure:
+def head_maps(maps: dict[str, PerHead], head_ids: list[list[int]], n_heads: list[int]) -> Figure:
     """One map of layers x heads for each quantity, every head at its original place.
 
     Args:
