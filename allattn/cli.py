@@ -145,7 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--out", required=True, metavar="DIR")
     p.add_argument("--conllu", metavar="FILE", help="a treebank: also look for syntactic heads")
     p.add_argument("--split", default="valid", help="to look at")
-    p.add_argument("--tokens", type=int, default=16384, metavar="N", help="of it, about")
+    p.add_argument("--tokens", type=int, default=8192, metavar="N", help="of it, about")
     p.add_argument(
         "--states", type=int, default=3, metavar="N", help="earlier checkpoints to look at as well"
     )

@@ -77,7 +77,7 @@ class Settings:
     """
 
     split: str = "valid"
-    n_tokens: int = 16384
+    n_tokens: int = 8192
     batch_size: int = 8
     seed: int = 1
 
