@@ -275,8 +275,7 @@ def _show(args: argparse.Namespace) -> None:
 def describe(config: Config) -> dict[str, Any]:
     """What `show` shows: see DESIGN section 8."""
     from allattn.model.transformer import count_parameters, flops_per_token
-    from allattn.pruning.budget import target_heads
-    from allattn.pruning.schedule import Schedule
+    from allattn.pruning.budget import stage_table
     from allattn.training.state import with_structure
 
     model = with_structure(config)
@@ -290,23 +289,6 @@ def describe(config: Config) -> dict[str, Any]:
     rest = sum(n for part, n in parts.items() if part != "vocabulary")
     if not known:
         parts["vocabulary"] = None
-    stages, ends, heads = [], Schedule(config.stages).ends, sum(model.heads)
-    for i, (stage, end) in enumerate(zip(config.stages, ends, strict=True)):
-        what = f"lr {stage.lr.schedule}"
-        if stage.distill is not None:
-            what += f", distill {stage.distill.weight}"
-        if stage.prune is not None:
-            k = target_heads(stage.prune, model, heads, f"stages[{i}].prune")
-            target = f"penalty {stage.prune.penalty}" if k is None else f"{k} of {heads} heads stay"
-            what += f"; {stage.prune.method}: {target}, remove {stage.prune.remove}"
-        stages.append(
-            {
-                "name": stage.name,
-                "first_step": end - stage.steps + 1,
-                "last_step": end,
-                "what": what,
-            }
-        )
     return {
         "params": rest + parts["vocabulary"] if known else None,
         "params_embedding": parts["vocabulary"],
@@ -314,7 +296,7 @@ def describe(config: Config) -> dict[str, Any]:
         "params_by_part": parts,
         "flops_per_token": flops_per_token(model) if known else None,
         "heads": model.heads,
-        "stages": stages,
+        "stages": stage_table(config, model),
     }
 
 
@@ -492,8 +474,8 @@ def _export(args: argparse.Namespace) -> None:
 def _generate(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
-    from allattn.inference.generate import generate
     from allattn.inference.load import build_model, open_source, pick_device
+    from allattn.model.generate import generate
 
     for name, low in (("max_new_tokens", 0), ("temperature", 0), ("top_k", 1)):
         value = getattr(args, name)

@@ -68,7 +68,8 @@ class Run:
 
     def timeless(self) -> list[dict[str, Any]]:
         """metrics.jsonl without what the clock decides."""
-        return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in self.lines]
+        clock = {"tokens_per_second", "mfu", "peak_memory_mb"}
+        return [{k: v for k, v in row.items() if k not in clock} for row in self.lines]
 
 
 def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

@@ -29,9 +29,10 @@ from typing import Any
 import torch
 
 from allattn.config import ModelConfig, OptimizerConfig
-from allattn.inference.generate import generate
+from allattn.model.generate import generate
 from allattn.model.scoring import score_stream
 from allattn.model.transformer import Memory, TransformerLM, count_parameters, flops_per_token
+from allattn.training import speed
 from allattn.training.optim import build_optimizer
 from allattn.training.state import MOMENTS, Snapshot, save_checkpoint
 
@@ -96,15 +97,6 @@ def in_turn(variants: dict[str, Callable[[], Any]], repeats: int) -> dict[str, f
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def matmul_peak(dtype: torch.dtype) -> float:
-    """FLOP/s of a large square matrix product, the best of several."""
-    n = 8192 if torch.cuda.is_available() else 2048
-    a, b = (torch.randn(n, n, device=device(), dtype=dtype) for _ in range(2))
-    out = torch.empty(n, n, device=device(), dtype=dtype)
-    best = min(seconds(lambda: torch.mm(a, b, out=out)) for _ in range(12))
-    return 2 * n**3 / best
-
-
 class Step:
     """A training step on random tokens with full memory, as the trainer makes it."""
 
@@ -158,12 +150,7 @@ def _peak_memory(config: ModelConfig, batch: int, precision: str, sender: Any) -
     step = Step(config, batch, precision)
     for _ in range(3):
         step()
-    if torch.cuda.is_available():
-        sender.send(torch.cuda.max_memory_allocated() / 1e6)
-    else:
-        # not getrusage: its figure starts with that of the process which started this one
-        status = Path("/proc/self/status").read_text()
-        sender.send(int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6)
+    sender.send(speed.peak_memory_mb(device()))
 
 
 def benchmark_train(args: argparse.Namespace) -> dict[str, Any]:
@@ -174,7 +161,7 @@ def benchmark_train(args: argparse.Namespace) -> dict[str, Any]:
     steps = {f"{p} {a}": Step(c, batch, p) for p in args.precision for a, c in configs.items()}
     times = in_turn(steps, args.repeats)
     del steps
-    peaks = {p: matmul_peak(PRECISIONS[p]) for p in args.precision}
+    peaks = {p: speed.matmul_rate(device(), PRECISIONS[p], 1.0) for p in args.precision}
     flops, tokens = train_flops_per_token(config), batch * config.seq_len
     rows = [
         {

@@ -8,10 +8,11 @@ feed-forward block that no head takes with it.
 from __future__ import annotations
 
 import math
+from typing import Any
 
-from allattn.config import ConfigError, ModelConfig, PruneConfig
+from allattn.config import Config, ConfigError, ModelConfig, PruneConfig
 from allattn.model.transformer import count_parameters, feed_forward_flops, head_flops
-from allattn.pruning.schedule import heads_to_keep
+from allattn.pruning.schedule import Schedule, heads_to_keep
 
 
 def target_heads(
@@ -45,6 +46,30 @@ def target_heads(
             f"budget leaves {k}; lower it or keep more"
         )
     return k
+
+
+def stage_table(config: Config, model: ModelConfig) -> list[dict[str, Any]]:
+    """A run's stages for people: name, first_step, last_step (from 1), and what happens, in words.
+
+    Args:
+        config: of the run.
+        model: with the heads that it begins with.
+
+    Raises:
+        ConfigError: as `target_heads`.
+    """
+    stages, ends, heads = [], Schedule(config.stages).ends, sum(model.heads)
+    for i, (stage, end) in enumerate(zip(config.stages, ends, strict=True)):
+        what = f"lr {stage.lr.schedule}"
+        if stage.distill is not None:
+            what += f", distill {stage.distill.weight}"
+        if stage.prune is not None:
+            k = target_heads(stage.prune, model, heads, f"stages[{i}].prune")
+            target = f"penalty {stage.prune.penalty}" if k is None else f"{k} of {heads} heads stay"
+            what += f"; {stage.prune.method}: {target}, remove {stage.prune.remove}"
+        first = end - stage.steps + 1
+        stages.append({"name": stage.name, "first_step": first, "last_step": end, "what": what})
+    return stages
 
 
 def _parameters(model: ModelConfig) -> tuple[float, float]:

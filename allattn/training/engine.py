@@ -20,7 +20,7 @@ from torch import Tensor
 
 from allattn.config import Config
 from allattn.model.transformer import Output, TransformerLM
-from allattn.training.optim import build_optimizer
+from allattn.training.optim import build_optimizer, group_of
 from allattn.training.ranks import PeerWatch, World
 from allattn.training.state import MOMENTS, Snapshot
 
@@ -109,6 +109,12 @@ class LocalEngine:
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
+    def gate_grad_norm(self, scale: float = 1.0) -> float:
+        """The part of `step`'s norm that is the gates', to be asked for before it."""
+        named = self.module.named_parameters()
+        grads = [p.grad for name, p in named if group_of(name) == "gates" and p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(grads)) / scale
+
     def read(self, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         """Some parameters by name, on the CPU; there they share storage until the next step."""
         return {n: p.detach().cpu() for n, p in self.module.named_parameters() if wanted(n)}
@@ -188,6 +194,14 @@ class DeepSpeedEngine:
         if self.optimizer.overflow:
             return math.inf
         return float(self.engine.get_global_grad_norm())
+
+    def gate_grad_norm(self, scale: float = 1.0) -> float:
+        """As `LocalEngine.gate_grad_norm` (all ranks must call it)."""
+        from deepspeed.utils import safe_get_full_grad
+
+        gates = [p for p, name in self.names.items() if group_of(name) == "gates"]
+        grads = [safe_get_full_grad(p).float() for p in gates]
+        return float(torch.nn.utils.get_total_norm(grads)) / scale
 
     def read(self, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         """Some full parameters by name, on the CPU of every rank (all ranks must call it)."""

@@ -21,6 +21,7 @@ from allattn.pruning.importance import Stream, head_scores
 from allattn.pruning.methods import Method, PruningState, Scored, build_method
 from allattn.pruning.removal import cut_config, cut_tensors, fold_output_scales, without_gates
 from allattn.training.engine import build_engine
+from allattn.training.optim import group_of
 from allattn.training.ranks import World
 from allattn.training.state import Snapshot, check_shapes
 
@@ -180,18 +181,47 @@ class LiveModel:
         gates = self.engine.read(lambda name: name.endswith(".gate.log_alpha"))
         return log_alphas(gates, self.shape.n_layers)
 
+    def open_heads(self) -> list[list[int]]:
+        """By layer the heads, of those in the weights, that evaluation uses."""
+        if self.pruner is not None:
+            return self.pruner.open_now(self.log_alphas())
+        if self.masks is not None:
+            return self.masks
+        return [list(range(n)) for n in self.shape.heads]
+
     def open_by_layer(self) -> list[int]:
         """How many heads evaluation uses, by layer."""
-        if self.pruner is not None:
-            return list(map(len, self.pruner.open_now(self.log_alphas())))
-        if self.masks is not None:
-            return list(map(len, self.masks))
-        return list(self.shape.heads)
+        return list(map(len, self.open_heads()))
 
-    def n_parameters(self) -> int:
+    def p_open(self) -> list[list[float | None]]:
+        """P(open) by layer of every head of the run's first model; None for one that is removed.
+
+        The closed form of the gates' method (`Method.probabilities`); 1 or 0 where none learns.
+        """
+        if self.pruner is not None:
+            rows = self.pruner.probabilities(self.log_alphas())
+        else:
+            rows = [
+                [float(h in kept) for h in range(n)]
+                for n, kept in zip(self.shape.heads, self.open_heads(), strict=True)
+            ]
+        out: list[list[float | None]] = [[None] * n for n in self.config.model.heads]
+        for layer, (ids, row) in enumerate(zip(self.head_ids, rows, strict=True)):
+            for head, p in zip(ids, row, strict=True):
+                out[layer][head] = p
+        return out
+
+    def n_parameters(self, wanted: Callable[[str], bool] = lambda name: True) -> int:
         """Numbers in the weights (gates included), also where ZeRO-3 has emptied the tensors."""
-        shapes = (getattr(p, "ds_shape", p.shape) for p in self.engine.module.parameters())
+        named = self.engine.module.named_parameters()
+        shapes = [getattr(p, "ds_shape", p.shape) for name, p in named if wanted(name)]
         return sum(shape.numel() for shape in shapes)
+
+    def n_non_embedding(self) -> int:
+        """Those outside the vocabulary, without gates."""
+        return self.n_parameters(
+            lambda name: not name.startswith("vocabulary.") and group_of(name) != "gates"
+        )
 
     def _rebuild(self, snapshot: Snapshot) -> None:
         """A fresh model of the present shape with this state, in a fresh engine."""

@@ -10,26 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
+import numpy as np
+from PIL import Image
 from tqdm import tqdm
 
-# metrics.jsonl key -> TensorBoard tag, for training lines
-TRAIN_TAGS = {
-    "loss": "train/loss",
-    "ppl": "train/ppl",
-    "lr": "train/lr",
-    "gate_lr": "train/gate_lr",
-    "grad_norm": "train/grad_norm",
-    "tokens_per_second": "perf/tokens_per_second",
-    "sparsity": "prune/sparsity",
-    "penalty": "prune/penalty",
-    "penalty_weight": "prune/penalty_weight",
-    "penalty_weight_quadratic": "prune/penalty_weight_quadratic",
-    "expected_heads": "prune/expected_heads",
-    "target_heads": "prune/target_heads",
-    "distill": "train/distill",
-    "distill_weight": "train/distill_weight",
-}
+from allattn.config import Config
+from allattn.training.board import Board
+from allattn.training.pictures import head_map
+from allattn.training.watch import Look
 
 
 @dataclass
@@ -62,17 +50,25 @@ class Monitor:
     """Writes for rank 0; on other ranks every method does nothing."""
 
     def __init__(self, run_dir: Path, step: int, total_steps: int, active: bool):
-        """Open the files of a run that is at `step`; lines of later steps are dropped."""
-        self.active, self.writer, self.bar = active, None, None
+        """Open the files of a run that is at `step`; lines and pictures of later steps go."""
+        self.active, self.bar = active, None
         if not active:
             return
-        self.path = run_dir / "metrics.jsonl"
+        self.path, self.pictures = run_dir / "metrics.jsonl", run_dir / "pictures"
         if self.path.exists():
             _drop_lines_after(self.path, step)
+        for picture in self.pictures.glob("head_map_*.png"):
+            if picture.stem[len("head_map_") :] > f"{step:08d}":
+                picture.unlink(missing_ok=True)
         self.file = self.path.open("a", encoding="utf-8")
-        self.writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
         if sys.stderr.isatty():
             self.bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True)
+        self.board = Board(run_dir / "tensorboard", step, self.say)
+
+    def begin(self, config: Config, stages: list[dict[str, Any]], step: int) -> None:
+        """A run begins or goes on; `stages` as from `stage_table`."""
+        if self.active:
+            self.board.begin(config, stages, step)
 
     def say(self, text: str) -> None:
         """One line for people, on stderr."""
@@ -92,11 +88,7 @@ class Monitor:
         if not self.active:
             return
         self._write(line)
-        for key, tag in TRAIN_TAGS.items():
-            if key in line:
-                self.writer.add_scalar(tag, line[key], line["step"])
-        for i, n in enumerate(open_by_layer):
-            self.writer.add_scalar(f"gates/layer_{i:02d}/open", n, line["step"])
+        self.board.train(line, open_by_layer)
         text = f"loss {line['loss']:.4f}  ppl {line['ppl']:.2f}  heads {line['heads_open']}"
         if self.bar is not None:
             self.bar.set_description(f"{line['stage']}  {text}", refresh=False)
@@ -106,13 +98,15 @@ class Monitor:
                 f"{line['tokens_per_second']:.0f} tokens/s"
             )
 
-    def evaluation(self, line: dict[str, Any]) -> None:
-        """Log a perplexity on a split."""
+    def evaluation(self, line: dict[str, Any], look: Look) -> None:
+        """Log a perplexity on a split, and what else was seen then."""
         if not self.active:
             return
         self._write(line)
-        self.writer.add_scalar(f"{line['split']}/loss", line["loss"], line["step"])
-        self.writer.add_scalar(f"{line['split']}/ppl", line["ppl"], line["step"])
+        title = f"step {line['step']}, {line['stage']}: {line['heads_open']} heads open"
+        picture = head_map(look.p_open, title)
+        self._save_picture(f"head_map_{line['step']:08d}.png", picture)
+        self.board.evaluation(line, look, picture)
         self.say(
             f"step {line['step']:>6}  {line['stage']}  {line['split']} ppl {line['ppl']:.3f}  "
             f"heads {line['heads_open']}"
@@ -122,33 +116,47 @@ class Monitor:
         """Log something that happens once (a removal, a stage)."""
         if self.active:
             self._write(line)
-            self.writer.add_text(line["event"], text, line["step"])
+            self.board.text(line["event"], text, line["step"])
             self.say(f"step {line['step']:>6}  {line['stage']}  {text}")
 
     def flush(self) -> None:
         """Everything said so far is on disk."""
         if self.active:
             self.file.flush()
-            self.writer.flush()
+            self.board.flush()
 
     def close(self) -> None:
         """Close the files."""
         if self.active:
             self.file.close()
-            self.writer.close()
+            self.board.close()
         if self.bar is not None:
             self.bar.close()
 
+    def _save_picture(self, name: str, picture: np.ndarray) -> None:
+        path = self.pictures / name
+        try:
+            self.pictures.mkdir(exist_ok=True)
+            Image.fromarray(picture).save(path)
+        except OSError as error:  # as for a line below
+            self.say(f"warning: {path}: not written ({error.strerror})")
+
     def _write(self, line: dict[str, Any]) -> None:
         # strict JSON has no NaN: readers other than Python's would stumble
-        clean = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()
-        }
         try:
-            self.file.write(json.dumps(clean) + "\n")
+            self.file.write(json.dumps(_finite(line)) + "\n")
             self.file.flush()
         except OSError as error:  # a full disk must not end a run that may go on without this line
             self.say(f"warning: {self.path}: a line is lost ({error.strerror})")
+
+
+def _finite(value: Any) -> Any:
+    """None in place of every number, however deep inside, that is not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -19,15 +18,16 @@ from allattn.config import Config, ConfigError, save_config, with_vocabulary
 from allattn.data.lanes import Corpus, Lanes
 from allattn.model import kernel
 from allattn.model.attention import choose
-from allattn.model.scoring import perplexity, score_stream
-from allattn.model.transformer import TransformerLM
-from allattn.pruning.budget import target_heads
+from allattn.model.scoring import perplexity
+from allattn.model.transformer import TransformerLM, flops_per_token
+from allattn.pruning.budget import stage_table
 from allattn.pruning.schedule import Schedule
 from allattn.training.distill import Teacher, first_stage, save_teacher
 from allattn.training.engine import connect
 from allattn.training.live import LiveModel
 from allattn.training.monitor import Monitor, SpikeDetector
 from allattn.training.run_folder import check_resumable, lock_folder, make_folder
+from allattn.training.speed import Speedometer
 from allattn.training.state import (
     Snapshot,
     blaming,
@@ -40,6 +40,7 @@ from allattn.training.state import (
     with_structure,
 )
 from allattn.training.update import DTYPES, Update, Updater, check_lanes
+from allattn.training.watch import Watch
 
 
 class RankLost(RuntimeError):
@@ -94,12 +95,7 @@ class Trainer:
         # of a run that goes on, the structure is settled, wherever it came from
         config.model = with_structure(config, checkpoints[-1] if checkpoints else None)
         config.model = with_vocabulary(config.model, self.corpus.vocab_size, self.corpus.dir)
-        for i, stage in enumerate(config.stages):
-            if stage.prune is not None:
-                target_heads(
-                    stage.prune, config.model, sum(config.model.heads), f"stages[{i}].prune"
-                )
-        self.eos_id = self.corpus.tokenizer.eos_id
+        stages = stage_table(config, config.model)  # also: every pruning target can be reached
         self.lanes = Lanes(
             self.corpus.tokens("train"),
             config.train.batch_size,
@@ -110,6 +106,7 @@ class Trainer:
         self.step, self.stage = 0, -1
         self.updater = Updater(config, self.world, self.lanes)
         self.live = LiveModel(config, self.world, self.updater.n_micro)
+        self.watch = Watch(config, self.corpus, self.world, self.live, self.updater.autocast)
         self.history: list[dict[str, Any]] = []
         self.warned: set[str] = set()
         self.spikes = SpikeDetector()
@@ -127,6 +124,7 @@ class Trainer:
         self.monitor = Monitor(
             self.run_dir, self.step, self.schedule.total_steps, active=self.world.rank == 0
         )
+        self.monitor.begin(config, stages, self.step)
         if resume:
             self.monitor.say(
                 f"{self.run_dir}: continuing after step {self.step}"
@@ -134,6 +132,7 @@ class Trainer:
                 else f"{self.run_dir}: no checkpoint to resume from; starting at the first step"
             )
         model, precision = config.model, config.train.precision
+        self.speed = Speedometer(self.world, DTYPES[precision])
         way, why = choose(
             model.attention,
             self.world.device.type,
@@ -161,7 +160,7 @@ class Trainer:
         """
         end = self.schedule.total_steps if stop_at is None else stop_at
         end = min(end, self.schedule.total_steps)
-        self.clock, self.clock_tokens = time.perf_counter(), 0
+        self.speed.start()
         with self._sigterm():
             try:
                 while self.step < end and not self.stop_asked:
@@ -332,37 +331,29 @@ class Trainer:
     # ---- evaluation and logging -------------------------------------------------------------
 
     def _evaluate(self, split: str) -> dict[str, float]:
-        if split not in self.corpus.splits:
-            return {"loss": float("nan"), "ppl": float("nan")}
-        started = time.perf_counter()
-        model = self.live.engine.module
-        model.eval()
-        with self.updater.autocast():
-            total = score_stream(
-                self.live.engine,
-                model,
-                self.corpus.tokens(split),
-                self.eos_id,
-                seq_len=self.config.model.seq_len,
-                batch_size=self.config.train.eval_batch_size,
-                rank=self.world.rank,
-                world_size=self.world.size,
-            )
-        nats, tokens = self.world.sum(total).tolist()
-        self.clock += time.perf_counter() - started  # training speed leaves evaluation out
-        return {"loss": nats / tokens, "ppl": perplexity(nats / tokens)}
+        with self.speed.stopped():
+            return self.watch.loss(split)
 
     def _log_evaluation(self) -> dict[str, float]:
         result = self._evaluate("valid")
         if math.isfinite(result["loss"]) or "valid" in self.corpus.splits:
-            self.monitor.evaluation(self._line("valid") | result)
+            with self.speed.stopped():
+                look = self.watch.look()
+                line = self._line("valid", self.live.open_by_layer()) | result
+                line |= {
+                    "keep": line["heads_open"] / max(self.live.run_heads, 1),
+                    "params_non_embedding": self.live.n_non_embedding(),
+                    "p_open": look.p_open,
+                    "persistent_share": look.persistent_share,
+                }
+                self.monitor.evaluation(line, look)
             self.valid = (self.step, result["ppl"])
         return result
 
     def _log_update(self, update: Update) -> None:
         """A training line every `log_every` steps, and a warning where the loss leaps."""
         train = self.config.train
-        self.clock_tokens += train.batch_size * self.config.model.seq_len
+        self.speed.tokens += train.batch_size * self.config.model.seq_len
         if self.spikes.rises(update.loss):
             self.monitor.event(
                 self._event("spike") | {"cross_entropy": update.loss},
@@ -370,21 +361,22 @@ class Trainer:
             )
         if self.step % train.log_every:
             return
-        elapsed = time.perf_counter() - self.clock
         open_by_layer = self.live.open_by_layer()
-        line = self._line("train") | {
+        run_heads = max(self.live.run_heads, 1)
+        line = self._line("train", open_by_layer) | {
             "loss": update.loss,
             "ppl": perplexity(update.loss),
             "tokens": self.step * train.batch_size * self.config.model.seq_len,
-            "tokens_per_second": self.clock_tokens / elapsed,
+            **self.speed.read(flops_per_token(self.live.shape)),
             "lr": update.lrs["matrices"],
             "grad_norm": update.grad_norm,
-            "sparsity": 1 - sum(open_by_layer) / max(self.live.run_heads, 1),
+            "sparsity": 1 - sum(open_by_layer) / run_heads,
             **({"gate_lr": update.lrs["gates"]} if self.live.has_gates else {}),
             **update.parts,
         }
+        if "target_heads" in line:
+            line["target_sparsity"] = 1 - line["target_heads"] / run_heads
         self.monitor.train(line, open_by_layer)
-        self.clock, self.clock_tokens = time.perf_counter(), 0
 
     def _log_skipped(self, update: Update) -> None:
         what = f"the loss is {update.loss}, the gradient norm {update.grad_norm}"
@@ -397,12 +389,12 @@ class Trainer:
             text = f"overflow; again with loss scale {update.parts['loss_scale']:g}"
         self.monitor.event(line, text if update.again else f"warning: {text}: {what}")
 
-    def _line(self, split: str) -> dict[str, Any]:
+    def _line(self, split: str, open_by_layer: list[int]) -> dict[str, Any]:
         return {
             "step": self.step,
             "stage": self._stage_name(),
             "split": split,
-            "heads_open": sum(self.live.open_by_layer()),
+            "heads_open": sum(open_by_layer),
             "params": self.live.n_parameters(),
         }
 

@@ -139,6 +139,10 @@ class Updater:
         if not finite and self.loss_scale is None and self.config.train.non_finite == "stop":
             raise NonFiniteLoss(f"{self.place(step)}: the loss is {cross_entropy}{ADVICE}")
         lrs = self.learning_rates(stage, stage_step)
+        gates_norm = 0.0
+        logged = (step + 1) % self.config.train.log_every == 0
+        if logged and live.has_gates:
+            gates_norm = live.engine.gate_grad_norm(scale)
         grad_norm = live.engine.step(lrs, scale)
         finite = finite and math.isfinite(grad_norm)
         parts = {} if pruner is None else dict(self.pruning)
@@ -148,6 +152,9 @@ class Updater:
                 "distill_weight": weight,
                 "cross_entropy_weight": 1 - weight,
             }
+        if logged and live.has_gates:
+            weights_norm = math.sqrt(max(grad_norm**2 - gates_norm**2, 0.0))
+            parts |= {"grad_norm_gates": gates_norm, "grad_norm_weights": weights_norm}
         again = False
         if self.loss_scale is not None:
             self.loss_scale.follow(finite)

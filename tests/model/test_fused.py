@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allattn.config import ModelConfig
-from allattn.inference.generate import generate
 from allattn.model import kernel
 from allattn.model.attention import Attention, KeyValues
+from allattn.model.generate import generate
 from allattn.model.positions import Visible, falling_distances, sinusoids
 from allattn.model.scoring import score_stream
 from allattn.model.transformer import TransformerLM

@@ -18,7 +18,7 @@ def tool(monkeypatch):
         "mem_len": 16, "vocab_size": 60, "cutoffs": [20, 40],
     }  # fmt: skip
     monkeypatch.setitem(module.SIZES, "small", (2, shape))
-    monkeypatch.setattr(module, "matmul_peak", lambda dtype: 1e11)
+    monkeypatch.setattr(module.speed, "matmul_rate", lambda device, dtype, budget: 1e11)
     return module
 
 

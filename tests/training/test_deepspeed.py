@@ -70,6 +70,11 @@ def two_ranks(yaml: Path, *arguments: str) -> list[subprocess.CompletedProcess]:
     return done
 
 
+def flat(rows: list) -> list[float | None]:
+    """All that nested lists hold."""
+    return [x for row in rows for x in (flat(row) if isinstance(row, list) else [row])]
+
+
 def assert_same_run(run: Run, local: Run, since: int = 0) -> None:
     expected = {key: loss for key, loss in local.losses().items() if key[1] > since}
     got = {key: loss for key, loss in run.losses().items() if key[1] > since}
@@ -82,6 +87,12 @@ def assert_same_run(run: Run, local: Run, since: int = 0) -> None:
     for key in ("grad_norm", "lr", "heads_open", "params", "tokens"):
         values = [[row[key] for row in part] for part in rows]
         assert values[0] == pytest.approx(values[1], rel=1e-3), key
+    for key in ("grad_norm_gates", "grad_norm_weights", "p_open", "persistent_share"):
+        values = [
+            flat([row[key] for row in each.lines if key in row and row["step"] > since])
+            for each in (run, local)
+        ]
+        assert values[0] and values[0] == pytest.approx(values[1], rel=1e-3, abs=1e-5), key
     ids = [each.events("removal")[-1]["head_ids"] for each in (run, local)]
     assert ids[0] == ids[1]
     removal = run.events("removal")[-1]

@@ -146,8 +146,7 @@ def test_lines_after_the_step_are_dropped_and_half_lines_too(tmp_path):
 
 def test_json_has_no_nan(tmp_path):
     monitor = Monitor(tmp_path, 0, 10, active=True)
-    line = {"step": 1, "stage": "s", "split": "valid", "loss": float("nan"), "ppl": float("inf")}
-    monitor.evaluation({**line, "heads_open": 3})
+    monitor.event({"event": "x", "step": 1, "stage": "s", "loss": float("nan")}, "text")
     monitor.close()
     text = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(text, parse_constant=lambda c: pytest.fail(c))["loss"] is None
@@ -156,7 +155,8 @@ def test_json_has_no_nan(tmp_path):
 def test_other_ranks_write_nothing(tmp_path, capsys):
     monitor = Monitor(tmp_path, 0, 10, active=False)
     monitor.train({"step": 1}, [1])
-    monitor.evaluation({"step": 1})
+    monitor.evaluation({"step": 1}, None)
+    monitor.begin(None, [], 0)
     monitor.event({"event": "x"}, "text")
     monitor.advance()
     monitor.flush()

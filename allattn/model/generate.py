@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from allattn.model.transformer import TransformerLM
+from allattn.model.transformer import Output, TransformerLM
 
 
 @torch.no_grad()
@@ -20,6 +20,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    forward: Callable[..., Output] | None = None,
 ) -> Iterator[list[int]]:
     """Yield the next id of every prompt, again and again, at constant time and memory a token.
 
@@ -31,10 +32,12 @@ def generate(
         temperature: 0 takes the likeliest token each time.
         top_k: draw among the k likeliest only.
         top_p: draw among the likeliest that together have at least this probability.
-        seed: of the draws.
+        seed: of the draws; they have a generator of their own.
+        forward: the model by default, or an engine around it.
     """
     if not prompts or not all(prompts):
         raise ValueError("prompts: every prompt needs at least one token")
+    forward = forward or model
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     # padded on the left, so that all end together; padding is never attended to
@@ -44,12 +47,12 @@ def generate(
     memory = model.empty_cache()
     memory.padding = padding_B if padding_B.any() else None
     for part in ids_BT.split(model.config.seq_len, dim=1):
-        output = model(part, memory=memory, last_only=True)
+        output = forward(part, memory=memory, last_only=True)
         memory = output.memory
     for _ in range(max_new_tokens):
         token_B = sample(output.log_probs[:, -1], temperature, top_k, top_p, generator)
         yield token_B.tolist()
-        output = model(token_B[:, None], memory=memory, last_only=True)
+        output = forward(token_B[:, None], memory=memory, last_only=True)
         memory = output.memory
 
 

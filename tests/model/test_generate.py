@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from allattn.cli import main
-from allattn.inference.generate import generate, sample
 from allattn.inference.load import load_pretrained, open_source
+from allattn.model.generate import generate, sample
 
 
 @pytest.fixture
