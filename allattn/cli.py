@@ -141,6 +141,8 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("path", metavar="PATH")
     p.add_argument("--out", required=True, metavar="DIR")
     p.add_argument("--overwrite", action="store_true", help="replace an export there")
+    p.add_argument("--license", default="unknown", metavar="NAME", help="of the weights, e.g. mit")
+    p.add_argument("--no-check", action="store_true", help="do not evaluate it on the valid split")
     p.set_defaults(run=_export)
 
     p = commands.add_parser("generate", help="sample text")
@@ -402,7 +404,8 @@ def _export(args: argparse.Namespace) -> None:
     from allattn.inference.export import export
     from allattn.inference.load import open_source
 
-    print(export(open_source(args.path), args.out, args.overwrite))
+    source = open_source(args.path)
+    print(export(source, args.out, args.overwrite, check=not args.no_check, license=args.license))
 
 
 def _generate(args: argparse.Namespace) -> None:
