@@ -308,6 +308,8 @@ def _train(args: argparse.Namespace) -> None:
 
     trainer = Trainer(load_config(args.config, args.overrides), resume=args.resume)
     trainer.train()
+    heads = f"{sum(trainer.live.open_by_layer())} of {trainer.live.run_heads} heads"
+    trainer.close()  # the other ranks need not wait for the evaluation of the export
     if trainer.world.rank == 0:
         newest = trainer.run_dir / "checkpoints" / f"step_{trainer.step:08d}"
         if not newest.exists():
@@ -316,8 +318,7 @@ def _train(args: argparse.Namespace) -> None:
                 "saved, so there is no final model; make room and continue with --resume"
             )
         final = export(open_source(newest), trainer.run_dir / "final", overwrite=True)
-        print(f"{final}: {sum(trainer.live.open_by_layer())} of {trainer.live.run_heads} heads")
-    trainer.close()
+        print(f"{final}: {heads}")
 
 
 def _evaluate(args: argparse.Namespace) -> None:

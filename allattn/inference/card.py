@@ -15,7 +15,7 @@ def picture(heads: list[int], head_ids: list[list[int]], first_heads: list[int])
     rows = []
     for layer, (n, ids, first) in enumerate(zip(heads, head_ids, first_heads, strict=True)):
         bar = "".join(OPEN if i in ids else GONE for i in range(first))
-        rows.append(f"layer {layer:>2}  {bar}  {n} of {first}")
+        rows.append(f"layer {layer:>2}  {bar.ljust(max(first_heads))}  {n} of {first}")
     return "\n".join(rows)
 
 

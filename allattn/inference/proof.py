@@ -13,7 +13,7 @@ from typing import Any
 import allattn
 from allattn.data.lanes import Corpus
 from allattn.inference.evaluate import evaluate
-from allattn.inference.load import Source
+from allattn.inference.load import Source, pick_device
 
 SPLIT = "valid"
 TOLERANCE = 1e-3  # of the perplexity, relative
@@ -43,7 +43,8 @@ def recorded_perplexity(source: Source, corpus: Corpus) -> float:
     found = info.get("valid_ppl")
     if precision == "fp32" and found is not None and math.isfinite(found):
         return found
-    return evaluate(source.weights.build().float(), corpus, SPLIT, 8)["ppl"]
+    model = source.weights.build().float().to(pick_device("auto"))
+    return evaluate(model, corpus, SPLIT, 8)["ppl"]
 
 
 def evaluate_afresh(folder: Path, corpus: Corpus) -> dict[str, Any]:

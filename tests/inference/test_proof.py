@@ -17,6 +17,7 @@ from allattn.data.checksum import sha256
 from allattn.data.prepare import prepare
 from allattn.data.tokenizers import load_tokenizer
 from allattn.inference import export as module
+from allattn.inference import proof
 from allattn.inference.card import picture
 from allattn.inference.evaluate import evaluate_source
 from allattn.inference.load import load_pretrained, open_source
@@ -67,8 +68,8 @@ def test_a_run_ends_with_a_proof(finished_run):
 
 
 @pytest.mark.parametrize("factor", [0.99, 1.002])
-def test_another_perplexity_is_refused(checkpoint, tmp_path, fails, fresh_process, factor):
-    """The real process; nothing of the export is left."""
+def test_another_perplexity_is_refused(checkpoint, tmp_path, fails, factor):
+    """Nothing of the export is left."""
     ppl = json.loads((checkpoint / "meta.json").read_text())["valid_ppl"]
     change(checkpoint, valid_ppl=ppl * factor)
     before = sorted(tmp_path.iterdir())
@@ -77,6 +78,13 @@ def test_another_perplexity_is_refused(checkpoint, tmp_path, fails, fresh_proces
     assert sorted(tmp_path.iterdir()) == before
     assert export(checkpoint, "--out", tmp_path / "out", "--no-check") == 0
     assert "Not evaluated at export" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_what_a_fresh_process_cannot_read(exported, fresh_process):
+    corpus = open_source(exported).corpus()
+    (exported / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="a fresh process cannot evaluate it: .*config.json"):
+        proof.evaluate_afresh(exported, corpus)
 
 
 def test_weights_that_change_on_the_way_are_noticed(
@@ -142,7 +150,7 @@ def test_a_licence_is_one_word(finished_run, tmp_path, fails):
 def test_the_picture():
     """By hand: a layer of four with 0 and 3 left, one of two without any."""
     assert picture([2, 0], [[0, 3], []], [4, 2]).splitlines() == [
-        "layer  0  █░░█  2 of 4", "layer  1  ░░  0 of 2",
+        "layer  0  █░░█  2 of 4", "layer  1  ░░    0 of 2",
     ]  # fmt: skip
 
 
