@@ -160,6 +160,8 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("path", metavar="PATH")
     p.add_argument("--out", required=True, metavar="DIR")
     p.add_argument("--overwrite", action="store_true", help="replace an export there")
+    p.add_argument("--license", default="unknown", metavar="NAME", help="of the weights, e.g. mit")
+    p.add_argument("--no-check", action="store_true", help="do not evaluate it on the valid split")
     p.set_defaults(run=_export)
 
     p = commands.add_parser("generate", help="sample text")
@@ -307,6 +309,8 @@ def _train(args: argparse.Namespace) -> None:
 
     trainer = Trainer(load_config(args.config, args.overrides), resume=args.resume)
     trainer.train()
+    heads = f"{sum(trainer.live.open_by_layer())} of {trainer.live.run_heads} heads"
+    trainer.close()  # the other ranks need not wait for the evaluation of the export
     if trainer.world.rank == 0:
         newest = trainer.run_dir / "checkpoints" / f"step_{trainer.step:08d}"
         if not newest.exists():
@@ -315,8 +319,7 @@ def _train(args: argparse.Namespace) -> None:
                 "saved, so there is no final model; make room and continue with --resume"
             )
         final = export(open_source(newest), trainer.run_dir / "final", overwrite=True)
-        print(f"{final}: {sum(trainer.live.open_by_layer())} of {trainer.live.run_heads} heads")
-    trainer.close()
+        print(f"{final}: {heads}")
 
 
 def _evaluate(args: argparse.Namespace) -> None:
@@ -468,7 +471,8 @@ def _export(args: argparse.Namespace) -> None:
     from allattn.inference.export import export
     from allattn.inference.load import open_source
 
-    print(export(open_source(args.path), args.out, args.overwrite))
+    source = open_source(args.path)
+    print(export(source, args.out, args.overwrite, check=not args.no_check, license=args.license))
 
 
 def _generate(args: argparse.Namespace) -> None:

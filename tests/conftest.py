@@ -15,8 +15,12 @@ from runs import TINY_RUN, Run
 
 from allattn.cli import main
 from allattn.config import Config, ModelConfig, load_config, model_config_from_dict
+from allattn.data.lanes import Corpus
 from allattn.data.prepare import TINY as TINY_TEXT
 from allattn.data.prepare import prepare
+from allattn.inference import proof
+from allattn.inference.evaluate import evaluate_source
+from allattn.inference.load import open_source
 from allattn.model.transformer import TransformerLM
 from allattn.training.trainer import Trainer
 
@@ -40,6 +44,27 @@ def same_start() -> Iterator[None]:
     torch.set_grad_enabled(grad)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
+
+
+_afresh = proof.evaluate_afresh
+
+
+@pytest.fixture(scope="session", autouse=True)
+def evaluated_here() -> Iterator[None]:
+    """Exports are evaluated in this process, which saves seconds each; see `fresh_process`."""
+
+    def evaluate_here(folder: Path, corpus: Corpus) -> dict[str, Any]:
+        return evaluate_source(open_source(folder), corpus, proof.SPLIT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proof, "evaluate_afresh", evaluate_here)
+        yield
+
+
+@pytest.fixture
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that asks for it has its exports evaluated as users have."""
+    monkeypatch.setattr(proof, "evaluate_afresh", _afresh)
 
 
 @pytest.fixture(scope="session")

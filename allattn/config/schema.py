@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+EXPORT_VERSION = 4  # of the folder that `export` makes; `config.json` names it
+
 
 class ConfigError(ValueError):
     """A config, an override or a command line that cannot be used; the message is one line."""

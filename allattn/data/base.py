@@ -11,6 +11,7 @@ import numpy as np
 EOS = "<eos>"
 UNK = "<unk>"
 TOKENIZER_FILE = "tokenizer.json"
+HF_TOKENIZER_FILE = "tokenizer_config.json"  # of an export: transformers reads it too
 VOCAB_FILE = "vocab.txt"
 MODEL_FILE = "tokenizer.model"
 
@@ -89,6 +90,10 @@ class Tokenizer(ABC):
     def _content(self) -> dict[str, bytes]:
         """The files, by name, that define this tokenizer besides `tokenizer.json`."""
 
+    @abstractmethod
+    def names(self) -> list[str]:
+        """A name for every id, no two alike: the piece, the word, `<0x0A>` for a byte."""
+
     def fingerprint(self) -> str:
         """sha256 (hex) of all that decides which ids a text gets."""
         parts = [self.kind.encode(), *self._content().values()]
@@ -101,8 +106,16 @@ class Tokenizer(ABC):
 
     def save(self, dir: str | Path) -> None:
         """Write `tokenizer.json`, and `vocab.txt` or `tokenizer.model`, into the folder `dir`."""
+        self.save_content(dir)
+        path = Path(dir) / TOKENIZER_FILE
+        path.write_text(json.dumps(self.describe(), indent=2) + "\n")
+
+    def save_content(self, dir: str | Path) -> list[Path]:
+        """Write `vocab.txt` or `tokenizer.model` alone; a byte tokenizer has neither."""
         folder = Path(dir)
         folder.mkdir(parents=True, exist_ok=True)
+        written = []
         for name, content in self._content().items():
             (folder / name).write_bytes(content)
-        (folder / TOKENIZER_FILE).write_text(json.dumps(self.describe(), indent=2) + "\n")
+            written.append(folder / name)
+        return written

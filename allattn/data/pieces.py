@@ -106,6 +106,10 @@ class SentencePieceTokenizer(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         return "\n".join(self._processor.decode(self._lines(ids)))
 
+    def names(self) -> list[str]:
+        """The pieces."""
+        return self._processor.id_to_piece(list(range(self.vocab_size)))
+
     def _content(self) -> dict[str, bytes]:
         return {MODEL_FILE: self.model}
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from allattn.data import wikitext
+from allattn.data.checksum import sha256
 from allattn.data.folder import made_aside
 from allattn.data.lanes import DATA_FILE, FORMAT_VERSION, Corpus
-from allattn.data.sources import Text, describe, find_texts, read_blocks, sha256
+from allattn.data.sources import Text, describe, find_texts, read_blocks
 from allattn.data.tokenizers import (
     MODEL_FILE,
     TOKENIZER_FILE,

@@ -5,7 +5,6 @@ Whatever its form, a text is read in blocks of about 2 MiB, so memory does not g
 
 import glob
 import gzip
-import hashlib
 import json
 import lzma
 import zipfile
@@ -15,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from allattn.data.base import TOKENIZER_FILE, check_text
+from allattn.data.base import HF_TOKENIZER_FILE, TOKENIZER_FILE, check_text
+from allattn.data.checksum import sha256
 
 PLAIN = (".txt", ".text", ".tokens", ".raw", ".md")
 ROWS = (".jsonl", ".ndjson", ".parquet")
@@ -149,10 +149,10 @@ def _ending(name: str) -> str:
 
 
 def _is_text(path: Path, folder: Path) -> bool:
-    """Whether to take a file of a folder: not what is hidden, nor what `prepare` wrote."""
+    """Whether to take a file of a folder: nothing hidden, nothing `prepare` or `export` wrote."""
     if any(part.startswith(".") for part in path.relative_to(folder).parts) or not path.is_file():
         return False
-    if (path.parent / TOKENIZER_FILE).exists():
+    if any((path.parent / name).exists() for name in (TOKENIZER_FILE, HF_TOKENIZER_FILE)):
         return False
     return path.suffix == ".zip" or _ending(path.name) in PLAIN + ROWS
 
@@ -170,15 +170,6 @@ def describe(split: str, texts: Sequence[Text]) -> list[dict[str, Any]]:
             entry["column"] = text.column
         found.append(entry)
     return found
-
-
-def sha256(path: Path) -> str:
-    """Of a file's content, hex."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while data := file.read(_BLOCK):
-            digest.update(data)
-    return digest.hexdigest()
 
 
 def read_blocks(text: Text) -> Iterator[Block]:

@@ -9,13 +9,22 @@ from pathlib import Path
 
 import numpy as np
 
-from allattn.data.base import EOS, MODEL_FILE, TOKENIZER_FILE, UNK, VOCAB_FILE, Tokenizer
+from allattn.data.base import (
+    EOS,
+    HF_TOKENIZER_FILE,
+    MODEL_FILE,
+    TOKENIZER_FILE,
+    UNK,
+    VOCAB_FILE,
+    Tokenizer,
+)
 from allattn.data.pieces import SentencePieceTokenizer
 from allattn.data.words import WordTokenizer
 
 __all__ = [
-    "EOS", "MODEL_FILE", "TOKENIZER_FILE", "UNK", "VOCAB_FILE", "ByteTokenizer",
-    "SentencePieceTokenizer", "Tokenizer", "WordTokenizer", "load_tokenizer", "read_tokenizer",
+    "EOS", "HF_TOKENIZER_FILE", "MODEL_FILE", "TOKENIZER_FILE", "UNK", "VOCAB_FILE",
+    "ByteTokenizer", "SentencePieceTokenizer", "Tokenizer", "WordTokenizer", "load_tokenizer",
+    "read_tokenizer",
 ]  # fmt: skip
 
 
@@ -35,6 +44,10 @@ class ByteTokenizer(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return bytes(ids).decode("utf-8", errors="replace")
+
+    def names(self) -> list[str]:
+        """`<0x00>` to `<0xFF>`."""
+        return [f"<0x{byte:02X}>" for byte in range(256)]
 
     def _content(self) -> dict[str, bytes]:
         return {}
@@ -62,13 +75,16 @@ def read_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def load_tokenizer(dir: str | Path) -> Tokenizer:
-    """Load what `Tokenizer.save` wrote.
+    """Load what `Tokenizer.save` or `export` wrote.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged, or of an unknown kind.
     """
     path = Path(dir) / TOKENIZER_FILE
+    if not path.exists() and (Path(dir) / HF_TOKENIZER_FILE).exists():
+        path = Path(dir) / HF_TOKENIZER_FILE
+    description = path.name
     try:
         described = json.loads(_read(path))
         kind = described["kind"]
@@ -86,7 +102,7 @@ def load_tokenizer(dir: str | Path) -> Tokenizer:
         else:
             raise ValueError(f"unknown kind {kind!r}; known are byte, word and sentencepiece")
         if tokenizer.fingerprint() != expected:
-            raise ValueError(f"its fingerprint is not the one in {TOKENIZER_FILE}; copy both anew")
+            raise ValueError(f"its fingerprint is not the one in {description}; copy both anew")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return tokenizer

@@ -112,6 +112,10 @@ class WordTokenizer(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         return "\n".join(" ".join(self.words[i] for i in line) for line in self._lines(ids))
 
+    def names(self) -> list[str]:
+        """The words."""
+        return self.words
+
     def _content(self) -> dict[str, bytes]:
         return {VOCAB_FILE: "".join(word + "\n" for word in self.words).encode("utf-8")}
 

@@ -1,61 +1,109 @@
-"""Write a plain model as a folder: config.json, model.safetensors, tokenizer, a model card."""
+"""Write a plain model as a folder that allattn and transformers load, with proof of what it is."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
-from allattn.data.sources import sha256
+from allattn.config import ConfigError
+from allattn.config.schema import EXPORT_VERSION, ModelConfig
+from allattn.data.checksum import sha256
+from allattn.data.tokenizers import HF_TOKENIZER_FILE, Tokenizer
+from allattn.inference import proof
+from allattn.inference.card import card
 from allattn.inference.load import Source
-from allattn.model.transformer import count_parameters
-from allattn.training.state import (
-    FORMAT_VERSION,
-    read_json,
-    replace_folder,
-    save_tensors,
-    write_json,
-)
+from allattn.inference.travel import AUTO_MAP, TOKENIZER_MAP, write_code
+from allattn.training.state import HF_PREFIX, read_json, replace_folder, save_tensors, write_json
 
 
-def export(source: Source, out: str | Path, overwrite: bool = False) -> Path:
+def export(
+    source: Source,
+    out: str | Path,
+    overwrite: bool = False,
+    *,
+    check: bool = True,
+    license: str = "unknown",
+) -> Path:
     """Export a run, a checkpoint or another export. Closed heads are not in it.
+
+    A fresh process evaluates it on the valid split of its corpus; where there is none, the card
+    and a warning say so.
 
     Args:
         source: what to export.
         out: the folder to make; it appears whole or not at all.
         overwrite: replace an earlier export there.
+        check: evaluate it.
+        license: of the weights, for the card.
 
     Raises:
-        ValueError: something else is there already.
+        ValueError: something else is there already, or the fresh perplexity is not the run's.
     """
     out = Path(out)
-    if out.exists():
-        if not overwrite:
-            raise ValueError(f"{out}: exists; give another --out, or --overwrite to replace it")
-        if not _is_export(out):
-            raise ValueError(f"{out}: exists and is no export; give another --out")
-        if out.resolve() == source.weights.path.resolve():
-            raise ValueError(f"{out}: is the source itself; give another --out")
+    _check_place(out, overwrite, source)
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+_-]*", license):
+        raise ConfigError(f"--license: a name such as apache-2.0 is needed, not {license!r}")
     tokenizer = source.tokenizer()
     source.weights.build()  # refuses weights that do not fit their config
+    corpus, why_not = proof.corpus_of(source) if check else (None, "it was not asked for")
+    if check and corpus is None:
+        print(f"allattn: warning: {out}: exported without evaluation: {why_not}", file=sys.stderr)
     partial = out.with_name(f".partial_{out.name}")
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     try:
-        info = export_info(source)
-        save_tensors(partial / "model.safetensors", source.weights.parameters)
-        info["sha256"] = {"model.safetensors": sha256(partial / "model.safetensors")}
-        tokenizer.save(partial)
-        (partial / "README.md").write_text(_card(source, info), encoding="utf-8")
-        write_json(partial / "config.json", info)
-    except OSError:
+        info = _write(partial, source, tokenizer)
+        found = None
+        if corpus is not None:
+            found = proof.check(partial, out, source, corpus)
+            info["valid_ppl"] = found["ppl"]
+            write_json(partial / "config.json", info)
+        megabytes = (partial / "model.safetensors").stat().st_size / 1e6
+        text = card(source.config, info, megabytes, license, found, why_not)
+        (partial / "README.md").write_text(text, encoding="utf-8")
+    except (OSError, ValueError):
         shutil.rmtree(partial, ignore_errors=True)  # a full disk has room again
         raise
     replace_folder(partial, out, out.with_name(f".old_{out.name}"))
     return out
+
+
+def _check_place(out: Path, overwrite: bool, source: Source) -> None:
+    if not out.exists():
+        return
+    if not overwrite:
+        raise ValueError(f"{out}: exists; give another --out, or --overwrite to replace it")
+    if not _is_export(out):
+        raise ValueError(f"{out}: exists and is no export; give another --out")
+    if out.resolve() == source.weights.path.resolve():
+        raise ValueError(f"{out}: is the source itself; give another --out")
+
+
+def _write(folder: Path, source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
+    """All but the card; returns `config.json`."""
+    tensors = {HF_PREFIX + name: t for name, t in source.weights.parameters.items()}
+    save_tensors(folder / "model.safetensors", tensors)
+    tokenizer.save_content(folder)
+    description = {
+        "tokenizer_class": "AllattnTokenizer",
+        "auto_map": TOKENIZER_MAP,
+        **{key: tokenizer.describe()[key] for key in ("kind", "fingerprint")},
+    }
+    text = json.dumps(description, indent=1) + "\n"
+    (folder / HF_TOKENIZER_FILE).write_text(text, encoding="utf-8")
+    # no generation_config.json, and no end token in config.json: a line end does not stop
+    # `generate`, and is not taken for padding where no attention mask is given
+    write_code(folder)
+    info = export_info(source)
+    info["sha256"] = {"model.safetensors": sha256(folder / "model.safetensors")}
+    write_json(folder / "config.json", info)
+    return info
 
 
 def _is_export(folder: Path) -> bool:
@@ -80,51 +128,31 @@ def initial_heads(source: Source) -> int:
 
 
 def export_info(source: Source) -> dict[str, Any]:
-    """An export's `config.json`."""
-    info = source.weights.info
-    run = info.get("run") or {
-        "name": info["config"]["run"]["name"],
-        **{key: info[key] for key in ("step", "run_heads", "head_ids", "history")},
-    }
+    """An export's `config.json`, without what depends on its files."""
+    info, config = source.weights.info, source.config
+    run = info.get("run")
+    if run is None:
+        run = {
+            "name": info["config"]["run"]["name"],
+            **{key: info[key] for key in ("step", "run_heads", "head_ids", "history")},
+            "first_heads": ModelConfig(**info["config"]["model"]).heads,
+        }
+    if "first_heads" not in run:  # of format version 3, which knows their sum
+        least = [max(ids, default=-1) + 1 for ids in run["head_ids"]]
+        even = run["run_heads"] // config.n_layers
+        run = run | {"first_heads": [max(even, n) for n in least]}
     return {
-        "format_version": FORMAT_VERSION,
+        "format_version": EXPORT_VERSION,
         "model_type": "allattn",
-        "model": dataclasses.asdict(source.config),
+        "architectures": ["AllattnForCausalLM"],
+        "auto_map": AUTO_MAP,
+        "dtype": "float32",
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.heads,
+        "vocab_size": config.vocab_size,
+        "model": dataclasses.asdict(config),
         "tokenizer": source.tokenizer_fingerprint,
         "data": str(source.data_dir),
         "run": run,
     }
-
-
-def _card(source: Source, info: dict[str, Any]) -> str:
-    config = source.config
-    parts = count_parameters(config)
-    total, run = sum(parts.values()), info["run"]
-    heads = "\n".join(f"| {i} | {n} | {'#' * n} |" for i, n in enumerate(config.heads))
-    stages = "\n".join(
-        f"| {row['stage']} | {row['step']} | {sum(row['heads'])} | {row['ppl']:.3f} |"
-        for row in run["history"]
-    )
-    return f"""# {run["name"]}
-
-A {config.family} language model, trained and pruned with allattn.
-
-- {sum(config.heads)} of {initial_heads(source)} attention heads are left.
-- {total:,} parameters, {total - parts["vocabulary"]:,} of them outside the embeddings.
-- Trained for {run["step"]} steps on the corpus prepared in `{source.data_dir}`.
-
-| layer | heads | |
-| --- | --- | --- |
-{heads}
-
-| stage | until step | heads | valid perplexity a token |
-| --- | --- | --- | --- |
-{stages}
-
-```python
-import allattn
-
-model = allattn.load_pretrained("PATH/TO/THIS/FOLDER")
-tokenizer = allattn.load_tokenizer("PATH/TO/THIS/FOLDER")
-```
-"""

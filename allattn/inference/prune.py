@@ -113,6 +113,9 @@ def prune(
                 "ppl": result["ppl"],
             }
         )
+        smaller.weights.info["valid_ppl"] = (
+            result["ppl"] if split == "valid" and corpus.dir == source.data_dir else None
+        )
         if out is not None:
             folder = Path(out) if len(shares) == 1 else Path(out) / f"{budget}_{share:g}"
             export(smaller, folder, overwrite)

@@ -245,6 +245,19 @@ class KeyValues:
             self._made[name] = make()
         return self._made[name]
 
+    def select(self, rows: Tensor) -> None:
+        """Keep these sequences in this order; one may be there several times."""
+        if self.buffer is not None:
+            self.buffer = self.buffer.index_select(1, rows)
+
+    @classmethod
+    def join(cls, parts: list[KeyValues]) -> KeyValues:
+        """The sequences of all parts, which hold as many positions each."""
+        joined = cls(parts[0].mem_len)
+        joined.buffer = torch.cat([p.buffer[:, :, :, p.start : p.end] for p in parts], dim=1)
+        joined.end = joined.buffer.shape[3]
+        return joined
+
     def positions(self, positions_SD: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
         """r for distances S-1, ..., 0: [N, S, H]; projected once, as long as S does not grow."""
         S = positions_SD.shape[0]

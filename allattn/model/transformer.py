@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from allattn.config import ModelConfig
+from allattn.config.schema import ModelConfig
 from allattn.model.adaptive import AdaptiveVocabulary, SoftTargets, TiedVocabulary
 from allattn.model.attention import Attention, KeyValues
 from allattn.model.positions import Visible, falling_distances, sinusoids

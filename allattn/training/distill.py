@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from allattn.config import Config
-from allattn.data.sources import sha256
+from allattn.data.checksum import sha256
 from allattn.model.adaptive import SoftTargets
 from allattn.model.transformer import Memory, TransformerLM
 from allattn.training.state import (

@@ -31,13 +31,16 @@ from allattn.config import (
     PruneConfig,
     model_config_from_dict,
 )
-from allattn.data.sources import sha256
+from allattn.config.schema import EXPORT_VERSION
+from allattn.data.checksum import sha256
 from allattn.model.transformer import TransformerLM
 from allattn.pruning.gates import log_alphas
 from allattn.pruning.methods import PruningState, build_method
 from allattn.pruning.removal import cut_config, cut_tensors, fold_output_scales, without_gates
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 3  # of checkpoints
+OLDEST_EXPORT = 3  # the oldest export that is still read
+HF_PREFIX = "model."  # of tensor names in an export: a model of transformers has this one inside
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _CHECKPOINT = re.compile(r"step_(\d{8,})")
 
@@ -244,15 +247,27 @@ def load_weights(path: str | Path) -> Weights:
 
 
 def _load_export(folder: Path) -> Weights:
-    info = read_json(folder / "config.json")
-    if not isinstance(info, dict) or info.get("format_version") != FORMAT_VERSION:
+    path = folder / "config.json"
+    info = read_json(path)
+    version = info.get("format_version") if isinstance(info, dict) else None
+    if not isinstance(version, int):
+        raise ValueError(f"{path}: not an allattn export (it has no format_version)")
+    if version > EXPORT_VERSION:
         raise ValueError(
-            f"{folder / 'config.json'}: not an allattn export of format version {FORMAT_VERSION}"
+            f"{path}: of format version {version}, this allattn reads up to {EXPORT_VERSION}; "
+            "update allattn"
         )
-    with blaming(folder / "config.json"):
+    if version < OLDEST_EXPORT:
+        raise ValueError(
+            f"{path}: of format version {version}, this allattn reads {OLDEST_EXPORT} and newer; "
+            "export it again from its run (allattn export RUN --out DIR)"
+        )
+    with blaming(path):
         check_sha256(folder, info["sha256"])
-        config = model_config_from_dict(info["model"], str(folder / "config.json"))
-    return Weights(config, read_tensors(folder / "model.safetensors"), info, folder)
+        config = model_config_from_dict(info["model"], str(path))
+    parameters = read_tensors(folder / "model.safetensors")
+    parameters = {name.removeprefix(HF_PREFIX): t for name, t in parameters.items()}
+    return Weights(config, parameters, info, folder)
 
 
 def _load_checkpoint_weights(folder: Path) -> Weights:

@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 
 import allattn
 from allattn.cli import main
-from allattn.data.sources import sha256
+from allattn.data.checksum import sha256
 from allattn.inference import export as module
 from allattn.inference.load import load_pretrained, open_source
+from allattn.inference.travel import travelling_code
 from allattn.training.state import load_weights
 
 
@@ -40,7 +41,8 @@ def log_probs(model) -> torch.Tensor:
 def test_what_is_in_it(exported, finished_run):
     names = {path.name for path in exported.iterdir()}
     assert names == {
-        "config.json", "model.safetensors", "README.md", "tokenizer.json", "tokenizer.model",
+        "config.json", "model.safetensors", "README.md", "tokenizer_config.json",
+        "tokenizer.model", *travelling_code(),
     }  # fmt: skip
     config = json.loads((exported / "config.json").read_text())
     assert config["model"]["n_heads"] == Run(finished_run).meta(STEPS)["model"]["n_heads"]
@@ -207,8 +209,8 @@ def damage(folder: Path, how: str) -> str:
     path = folder / "model.safetensors"
     config = folder / "config.json"
     tensors = load_file(path)
-    name = "layers.0.attention.query.weight"
-    name = name if name in tensors else "layers.1.attention.query.weight"
+    name = "model.layers.0.attention.query.weight"
+    name = name if name in tensors else "model.layers.1.attention.query.weight"
     if how == "truncated":
         path.write_bytes(path.read_bytes()[:-100])
     elif how == "header only":
@@ -221,7 +223,7 @@ def damage(folder: Path, how: str) -> str:
         tensors.pop(name)
         save_file(tensors, path)
         believe(path)
-        return name
+        return name.removeprefix("model.")
     elif how == "a tensor more":
         save_file({**tensors, "extra": torch.zeros(1)}, path)
         believe(path)
@@ -230,7 +232,7 @@ def damage(folder: Path, how: str) -> str:
         tensors[name] = tensors[name][:, :4].contiguous()
         save_file(tensors, path)
         believe(path)
-        return name
+        return name.removeprefix("model.")
     elif how == "config of another shape":
         value = json.loads(config.read_text())
         value["model"]["n_persistent"] += 1
@@ -278,6 +280,6 @@ def test_nothing_there(fails, tmp_path, contents, command):
 
 
 def test_a_tokenizer_that_is_not_the_models(exported, fails):
-    path = exported / "tokenizer.json"
+    path = exported / "tokenizer_config.json"
     path.write_text('{"kind": "byte", "fingerprint": "x"}')
     assert str(path.parent) in fails(1, "generate", exported)

@@ -21,7 +21,7 @@ from test_deepspeed import two_ranks
 from test_resume import DROPOUT, assert_same_state
 
 from allattn.config import CHOICES, ConfigError, ModelConfig, load_config
-from allattn.data.sources import sha256
+from allattn.data.checksum import sha256
 from allattn.inference.load import load_pretrained
 from allattn.model.transformer import TransformerLM
 from allattn.pruning.gates import gates

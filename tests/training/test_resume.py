@@ -11,9 +11,9 @@ from runs import DENSE_END, PRUNE_END, STEPS
 from safetensors.torch import load_file, save_file
 
 from allattn.config import ConfigError
+from allattn.data.checksum import sha256
 from allattn.data.lanes import Corpus, Lanes
 from allattn.data.prepare import TINY, prepare
-from allattn.data.sources import sha256
 from allattn.training.trainer import Trainer
 
 WAYS = {
