@@ -141,6 +141,11 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("path", metavar="PATH")
     p.add_argument("--out", required=True, metavar="DIR")
     p.add_argument("--overwrite", action="store_true", help="replace an export there")
+    p.add_argument("--format", choices=["hf", "onnx", "pt2"], default="hf", help="default: hf")
+    p.add_argument("--dtype", choices=["fp32", "bf16", "fp16", "int8"], default="fp32")
+    p.add_argument("--aot", action="store_true", help="pt2: compile for this machine as well")
+    p.add_argument("--seq-len", type=int, metavar="N", help="onnx, pt2: tokens a call at most")
+    p.add_argument("--data", metavar="DIR", help="corpus to measure --dtype on")
     p.set_defaults(run=_export)
 
     p = commands.add_parser("generate", help="sample text")
@@ -400,9 +405,20 @@ def _prune(args: argparse.Namespace) -> None:
 
 def _export(args: argparse.Namespace) -> None:
     from allattn.inference.export import export
+    from allattn.inference.formats import Numbers, writer
     from allattn.inference.load import open_source
+    from allattn.training.state import read_json
 
-    print(export(open_source(args.path), args.out, args.overwrite))
+    source = open_source(args.path)
+    corpus = source.corpus(args.data) if args.dtype != "fp32" else None
+    write = writer(args.format, Numbers(args.dtype, corpus), aot=args.aot, seq_len=args.seq_len)
+    folder = export(source, args.out, args.overwrite, write)
+    print(folder)
+    if found := read_json(folder / "config.json").get("perplexity"):
+        print(
+            f"perplexity a token on {found['split']}: {found['fp32']:.5f} in fp32, "
+            f"{found[args.dtype]:.5f} in {args.dtype}"
+        )
 
 
 def _generate(args: argparse.Namespace) -> None:

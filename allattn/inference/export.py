@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,25 @@ from allattn.training.state import (
     write_json,
 )
 
+Write = Callable[[Source, Path, dict[str, Any]], None]  # fills a folder, adds to its config.json
 
-def export(source: Source, out: str | Path, overwrite: bool = False) -> Path:
+
+def write_weights(source: Source, folder: Path, info: dict[str, Any]) -> None:
+    """The weights and a card, as `export` writes them by default."""
+    save_tensors(folder / "model.safetensors", source.weights.parameters)
+    (folder / "README.md").write_text(_card(source, info), encoding="utf-8")
+
+
+def export(
+    source: Source, out: str | Path, overwrite: bool = False, write: Write = write_weights
+) -> Path:
     """Export a run, a checkpoint or another export. Closed heads are not in it.
 
     Args:
         source: what to export.
         out: the folder to make; it appears whole or not at all.
         overwrite: replace an earlier export there.
+        write: what belongs to a format; see `formats.writer`.
 
     Raises:
         ValueError: something else is there already.
@@ -46,12 +58,12 @@ def export(source: Source, out: str | Path, overwrite: bool = False) -> Path:
     partial.mkdir(parents=True)
     try:
         info = export_info(source)
-        save_tensors(partial / "model.safetensors", source.weights.parameters)
-        info["sha256"] = {"model.safetensors": sha256(partial / "model.safetensors")}
+        write(source, partial, info)
+        models = sorted(path for path in partial.iterdir() if path.name != "README.md")
+        info["sha256"] = {path.name: sha256(path) for path in models}
         tokenizer.save(partial)
-        (partial / "README.md").write_text(_card(source, info), encoding="utf-8")
         write_json(partial / "config.json", info)
-    except OSError:
+    except (OSError, ValueError):
         shutil.rmtree(partial, ignore_errors=True)  # a full disk has room again
         raise
     replace_folder(partial, out, out.with_name(f".old_{out.name}"))

@@ -248,10 +248,17 @@ def _load_export(folder: Path) -> Weights:
         raise ValueError(
             f"{folder / 'config.json'}: not an allattn export of format version {FORMAT_VERSION}"
         )
+    if (format := info.get("format", "hf")) != "hf":
+        raise ValueError(
+            f"{folder}: an export in the format {format}, to be run as its README.md says; name "
+            "the run, or an export in the format hf"
+        )
     with blaming(folder / "config.json"):
         check_sha256(folder, info["sha256"])
         config = model_config_from_dict(info["model"], str(folder / "config.json"))
-    return Weights(config, read_tensors(folder / "model.safetensors"), info, folder)
+    tensors = read_tensors(folder / "model.safetensors")
+    parameters = {name: tensor.float() for name, tensor in tensors.items()}  # from bf16 or fp16
+    return Weights(config, parameters, info, folder)
 
 
 def _load_checkpoint_weights(folder: Path) -> Weights:
