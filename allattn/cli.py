@@ -160,6 +160,11 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("path", metavar="PATH")
     p.add_argument("--out", required=True, metavar="DIR")
     p.add_argument("--overwrite", action="store_true", help="replace an export there")
+    p.add_argument("--format", choices=["hf", "onnx", "pt2"], default="hf", help="default: hf")
+    p.add_argument("--dtype", choices=["fp32", "bf16", "fp16", "int8"], default="fp32")
+    p.add_argument("--aot", action="store_true", help="pt2: compile for this machine as well")
+    p.add_argument("--seq-len", type=int, metavar="N", help="onnx, pt2: tokens a call at most")
+    p.add_argument("--data", metavar="DIR", help="corpus to measure --dtype on")
     p.add_argument("--license", default="unknown", metavar="NAME", help="of the weights, e.g. mit")
     p.add_argument("--no-check", action="store_true", help="do not evaluate it on the valid split")
     p.set_defaults(run=_export)
@@ -325,9 +330,21 @@ def _train(args: argparse.Namespace) -> None:
 def _evaluate(args: argparse.Namespace) -> None:
     from allattn.inference.evaluate import evaluate_source
     from allattn.inference.load import open_source, pick_device
+    from allattn.inference.stored import evaluate_program, open_program
 
     if args.text is not None and args.data is not None:
         raise ConfigError("--data: a text needs no corpus; give --text or --data, not both")
+    program = open_program(args.path)
+    if program is not None:
+        for name in ("text", "seq_len", "mem_len", "clamp_len", "same_length"):
+            if getattr(args, name) is not None:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}: fixed in a program ({args.path}); evaluate the "
+                    "run, or an export in the format hf"
+                )
+        result = evaluate_program(program, args.data, args.split)
+        _print_result(result, args.json)
+        return
     source = open_source(args.path)
     result = evaluate_source(
         source,
@@ -342,7 +359,11 @@ def _evaluate(args: argparse.Namespace) -> None:
         batch_size=args.batch_size,
         device=pick_device(args.device),
     )
-    if args.json:
+    _print_result(result, args.json)
+
+
+def _print_result(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
         _print_json(result)
         return
     lines = result.pop("lines", [])
@@ -469,10 +490,27 @@ def _progress(what: str, n: int) -> Any:
 
 def _export(args: argparse.Namespace) -> None:
     from allattn.inference.export import export
+    from allattn.inference.formats import Numbers, writer
     from allattn.inference.load import open_source
+    from allattn.training.state import read_json
 
     source = open_source(args.path)
-    print(export(source, args.out, args.overwrite, check=not args.no_check, license=args.license))
+    corpus = source.corpus(args.data) if args.dtype != "fp32" else None
+    write = writer(args.format, Numbers(args.dtype, corpus), aot=args.aot, seq_len=args.seq_len)
+    folder = export(
+        source,
+        args.out,
+        args.overwrite,
+        write=write,
+        check=not args.no_check,
+        license=args.license,
+    )
+    print(folder)
+    if found := read_json(folder / "config.json").get("perplexity"):
+        print(
+            f"perplexity a token on {found['split']}: {found['fp32']:.5f} in fp32, "
+            f"{found[args.dtype]:.5f} in {args.dtype}"
+        )
 
 
 def _generate(args: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@
     python tools/benchmark.py generate --size small
     python tools/benchmark.py scaling --size small
     python tools/benchmark.py save --size paper
+    python tools/benchmark.py export DENSE PRUNED ...        (see benchmark_export.py)
 
 FLOPs are counted from the shapes: two a multiply-add, matrix products only; of content keys those
 that the causal mask leaves visible; the memory's keys and values as often as they are computed; a
@@ -27,6 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure import (
+    device,
+    device_name,
+    in_turn,
+    table,
+    zipf_tokens,
+)
 
 from allattn.config import ModelConfig, OptimizerConfig
 from allattn.model.generate import generate
@@ -63,40 +71,6 @@ def train_flops_per_token(config: ModelConfig) -> int:
     return round(3 * (flops_per_token(config) + again))
 
 
-def device() -> torch.device:
-    """The accelerator, or the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def device_name() -> str:
-    """For the record."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"CPU, {torch.get_num_threads()} threads ({torch.backends.cpu.get_cpu_capability()})"
-
-
-def seconds(run: Callable[[], Any]) -> float:
-    """Wall time of a call, its kernels included."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
-def in_turn(variants: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of each variant; a warm-up, then a b c, a b c, ..."""
-    for run in variants.values():
-        run()
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(repeats):
-        for name, run in variants.items():
-            times[name].append(seconds(run))
-    return {name: statistics.median(t) for name, t in times.items()}
-
-
 class Step:
     """A training step on random tokens with full memory, as the trainer makes it."""
 
@@ -125,14 +99,6 @@ class Step:
             output = self.model(self.ids, self.targets, self.memory)
         self.memory = output.memory
         return output.nll
-
-
-def zipf_tokens(vocab_size: int, shape: tuple[int, int]) -> torch.Tensor:
-    """Ids as frequent as words: an adaptive softmax is no cheaper or dearer than on text."""
-    weights = 1 / torch.arange(1, vocab_size + 1, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    drawn = torch.multinomial(weights, shape[0] * shape[1], replacement=True, generator=generator)
-    return drawn.view(shape)
 
 
 def peak_memory_mb(config: ModelConfig, batch: int, precision: str) -> float:
@@ -332,37 +298,38 @@ def benchmark_save(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Rows as aligned text."""
-
-    def cell(value: Any) -> str:
-        if isinstance(value, float):
-            return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-        return str(value)
-
-    lines = [list(rows[0])] + [[cell(v) for v in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines
-    )
-
-
 def main() -> int:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["train", "evaluate", "generate", "scaling", "save"])
+    parser.add_argument(
+        "what", choices=["train", "evaluate", "generate", "scaling", "save", "export"]
+    )
+    parser.add_argument("paths", nargs="*", help="export: exports, the dense one first")
+    parser.add_argument("--engine", nargs="+", default=["pytorch", "onnx", "int8"], help="export")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], help="export")
+    parser.add_argument("--prompt", type=int, default=128, help="export: tokens of the prompt")
     parser.add_argument("--size", choices=list(SIZES), default="small")
     parser.add_argument("--precision", nargs="+", choices=list(PRECISIONS), default=["fp32"])
     parser.add_argument("--batch", type=int, help="default: the size's own")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=4000, help="generate: how far")
+    parser.add_argument(
+        "--tokens", type=int, help="generate: how far (4,000); export: calls to time at once (16)"
+    )
     parser.add_argument("--folder", help="save: where; default: the temporary folder")
     parser.add_argument("--threads", type=int, help="default: all cores")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    result = globals()[f"benchmark_{args.what}"](args)
+    args.tokens = args.tokens or (16 if args.what == "export" else 4000)
+    if args.what == "export":
+        from benchmark_export import benchmark_export
+
+        if not args.paths:
+            parser.error("export: name exports, the dense one first")
+        result = benchmark_export(args)
+    else:
+        result = globals()[f"benchmark_{args.what}"](args)
     if args.json:
         print(json.dumps(result))
         return 0

@@ -39,19 +39,12 @@ def card(
     """
     run, parts = info["run"], count_parameters(config)
     total, n_first = sum(parts.values()), run["run_heads"]
-    tags = [config.family, "allattn", *(["pruned"] if sum(config.heads) < n_first else [])]
     stages = "\n".join(
         f"| {row['stage']} | {row['step']} | {sum(row['heads'])} | {row['ppl']:.3f} |"
         for row in run["history"]
     )
     by_part = ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in parts.items() if n)
-    return f"""---
-license: {license}
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-{chr(10).join(f"- {tag}" for tag in tags)}
----
+    return f"""{front_matter(config, info, license, "transformers")}
 
 # {run["name"]}
 
@@ -75,7 +68,7 @@ A language model ({config.family}), trained and pruned with allattn:
 
 ## Perplexity
 
-{_perplexity(proof, why_not)}
+{perplexities(proof, why_not, info)}
 
 As the run went on, perplexity a token on the valid split at the end of each stage:
 
@@ -128,11 +121,33 @@ Code: Apache-2.0. Licence of the weights: {license}.
 """
 
 
-def _perplexity(proof: dict[str, Any] | None, why_not: str) -> str:
+def front_matter(config: ModelConfig, info: dict[str, Any], license: str, library: str) -> str:
+    """What a hub reads of a card."""
+    pruned = sum(config.heads) < info["run"]["run_heads"]
+    tags = [config.family, "allattn", *(["pruned"] if pruned else [])]
+    lines = "\n".join(f"- {tag}" for tag in tags)
+    return (
+        f"---\nlicense: {license}\nlibrary_name: {library}\npipeline_tag: text-generation\n"
+        f"tags:\n{lines}\n---"
+    )
+
+
+def perplexities(proof: dict[str, Any] | None, why_not: str, info: dict[str, Any]) -> str:
+    """What a fresh process found, with the definitions; and what fewer bits cost.
+
+    Args:
+        proof: what `allattn evaluate` found, or None.
+        why_not: the reason, where there is none.
+        info: the export's `config.json`.
+    """
     if proof is None:
         return f"Not evaluated at export: {why_not}."
+    fewer = ""
+    if "perplexity" in info:
+        found, numbers = info["perplexity"], info["numbers"]
+        fewer = f"\n\nBefore the rounding to {numbers} it was {found['fp32']:.3f} a token."
     return f"""Of the valid split, found by a fresh process from the files in this folder, and equal
-to the run's own within 0.1%:
+to what the model had before within 0.1%:
 
 | | |
 | --- | --- |
@@ -145,4 +160,4 @@ to the run's own within 0.1%:
 
 Every token is scored exactly once, with memory. `a token`: exp of the mean loss; `a word`: the
 total loss over whitespace words plus line ends of the original text, so that tokenizers compare;
-`a byte`: over the text's UTF-8 bytes."""
+`a byte`: over the text's UTF-8 bytes.{fewer}"""

@@ -7,18 +7,49 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from allattn.config import ConfigError
 from allattn.config.schema import EXPORT_VERSION, ModelConfig
 from allattn.data.checksum import sha256
-from allattn.data.tokenizers import HF_TOKENIZER_FILE, Tokenizer
+from allattn.data.tokenizers import HF_TOKENIZER_FILE
 from allattn.inference import proof
 from allattn.inference.card import card
 from allattn.inference.load import Source
+from allattn.inference.program_card import program_card
 from allattn.inference.travel import AUTO_MAP, TOKENIZER_MAP, write_code
 from allattn.training.state import HF_PREFIX, read_json, replace_folder, save_tensors, write_json
+
+Write = Callable[[Source, Path, dict[str, Any]], None]  # fills a folder, adds to its config.json
+
+
+def write_weights(source: Source, folder: Path, info: dict[str, Any]) -> None:
+    """The weights, and what transformers loads them and the tokenizer with: the format `hf`."""
+    tensors = {HF_PREFIX + name: t for name, t in source.weights.parameters.items()}
+    save_tensors(folder / "model.safetensors", tensors)
+    tokenizer = source.tokenizer()
+    tokenizer.save_content(folder)
+    description = {
+        "tokenizer_class": "AllattnTokenizer",
+        "auto_map": TOKENIZER_MAP,
+        **{key: tokenizer.describe()[key] for key in ("kind", "fingerprint")},
+    }
+    text = json.dumps(description, indent=1) + "\n"
+    (folder / HF_TOKENIZER_FILE).write_text(text, encoding="utf-8")
+    # no generation_config.json, and no end token in config.json: a line end does not stop
+    # `generate`, and is not taken for padding where no attention mask is given
+    write_code(folder)
+    info |= {
+        "architectures": ["AllattnForCausalLM"],
+        "auto_map": AUTO_MAP,
+        "dtype": str(next(iter(tensors.values())).dtype).removeprefix("torch."),
+        "hidden_size": source.config.d_model,
+        "num_hidden_layers": source.config.n_layers,
+        "num_attention_heads": source.config.heads,
+        "vocab_size": source.config.vocab_size,
+    }
 
 
 def export(
@@ -26,6 +57,7 @@ def export(
     out: str | Path,
     overwrite: bool = False,
     *,
+    write: Write = write_weights,
     check: bool = True,
     license: str = "unknown",
 ) -> Path:
@@ -38,6 +70,7 @@ def export(
         source: what to export.
         out: the folder to make; it appears whole or not at all.
         overwrite: replace an earlier export there.
+        write: what belongs to a format; see `formats.writer`.
         check: evaluate it.
         license: of the weights, for the card.
 
@@ -48,7 +81,7 @@ def export(
     _check_place(out, overwrite, source)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+_-]*", license):
         raise ConfigError(f"--license: a name such as apache-2.0 is needed, not {license!r}")
-    tokenizer = source.tokenizer()
+    source.tokenizer()  # refuses another one than the model's
     source.weights.build()  # refuses weights that do not fit their config
     corpus, why_not = proof.corpus_of(source) if check else (None, "it was not asked for")
     if check and corpus is None:
@@ -58,14 +91,22 @@ def export(
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     try:
-        info = _write(partial, source, tokenizer)
+        info = export_info(source)
+        write(source, partial, info)
+        models = sorted(partial.glob("model.*"))
+        info["sha256"] = {path.name: sha256(path) for path in models}
+        write_json(partial / "config.json", info)
         found = None
         if corpus is not None:
-            found = proof.check(partial, out, source, corpus)
+            found = proof.check(partial, out, source, corpus, info)
             info["valid_ppl"] = found["ppl"]
             write_json(partial / "config.json", info)
-        megabytes = (partial / "model.safetensors").stat().st_size / 1e6
-        text = card(source.config, info, megabytes, license, found, why_not)
+        megabytes = sum(path.stat().st_size for path in models) / 1e6
+        if info["format"] == "hf":
+            text = card(source.config, info, megabytes, license, found, why_not)
+        else:
+            about = source.tokenizer().describe()
+            text = program_card(source.config, info, about, license, found, why_not)
         (partial / "README.md").write_text(text, encoding="utf-8")
     except (OSError, ValueError):
         shutil.rmtree(partial, ignore_errors=True)  # a full disk has room again
@@ -83,27 +124,6 @@ def _check_place(out: Path, overwrite: bool, source: Source) -> None:
         raise ValueError(f"{out}: exists and is no export; give another --out")
     if out.resolve() == source.weights.path.resolve():
         raise ValueError(f"{out}: is the source itself; give another --out")
-
-
-def _write(folder: Path, source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
-    """All but the card; returns `config.json`."""
-    tensors = {HF_PREFIX + name: t for name, t in source.weights.parameters.items()}
-    save_tensors(folder / "model.safetensors", tensors)
-    tokenizer.save_content(folder)
-    description = {
-        "tokenizer_class": "AllattnTokenizer",
-        "auto_map": TOKENIZER_MAP,
-        **{key: tokenizer.describe()[key] for key in ("kind", "fingerprint")},
-    }
-    text = json.dumps(description, indent=1) + "\n"
-    (folder / HF_TOKENIZER_FILE).write_text(text, encoding="utf-8")
-    # no generation_config.json, and no end token in config.json: a line end does not stop
-    # `generate`, and is not taken for padding where no attention mask is given
-    write_code(folder)
-    info = export_info(source)
-    info["sha256"] = {"model.safetensors": sha256(folder / "model.safetensors")}
-    write_json(folder / "config.json", info)
-    return info
 
 
 def _is_export(folder: Path) -> bool:
@@ -144,13 +164,8 @@ def export_info(source: Source) -> dict[str, Any]:
     return {
         "format_version": EXPORT_VERSION,
         "model_type": "allattn",
-        "architectures": ["AllattnForCausalLM"],
-        "auto_map": AUTO_MAP,
-        "dtype": "float32",
-        "hidden_size": config.d_model,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.heads,
-        "vocab_size": config.vocab_size,
+        "format": "hf",
+        "numbers": "fp32",
         "model": dataclasses.asdict(config),
         "tokenizer": source.tokenizer_fingerprint,
         "data": str(source.data_dir),

@@ -70,7 +70,9 @@ def evaluate_afresh(folder: Path, corpus: Corpus) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
-def check(folder: Path, out: Path, source: Source, corpus: Corpus) -> dict[str, Any]:
+def check(
+    folder: Path, out: Path, source: Source, corpus: Corpus, info: dict[str, Any]
+) -> dict[str, Any]:
     """Compare an export with its run.
 
     Args:
@@ -78,6 +80,7 @@ def check(folder: Path, out: Path, source: Source, corpus: Corpus) -> dict[str, 
         out: where it is going to be, for the message.
         source: what was exported.
         corpus: of training.
+        info: the export's config.json; numbers in fewer bits have a perplexity of their own.
 
     Returns:
         What the fresh process found.
@@ -85,7 +88,10 @@ def check(folder: Path, out: Path, source: Source, corpus: Corpus) -> dict[str, 
     Raises:
         ValueError: another perplexity than the run's.
     """
-    expected = recorded_perplexity(source, corpus)
+    if "perplexity" in info:
+        expected = info["perplexity"][info["numbers"]]
+    else:
+        expected = recorded_perplexity(source, corpus)
     found = evaluate_afresh(folder, corpus)
     # not `>`: a NaN is no proof
     if not abs(found["ppl"] - expected) <= TOLERANCE * expected and found["ppl"] != expected:

@@ -107,7 +107,8 @@ class Attention(nn.Module):
             [B, T, D], before the residual connection.
         """
         B, (N, H) = h_BSD.shape[0], (self.n_heads, self.d_head)
-        q_BTNH = self.query(h_BSD[:, -T:]).view(B, T, N, H)
+        h_BTD = h_BSD[:, -T:] if cache is None else h_BSD
+        q_BTNH = self.query(h_BTD).view(B, T, N, H)
         # what depends on the weights alone is made once where the weights do not change
         once = cache.once if cache is not None else _anew
         kv = F.linear(h_BSD, once("key_value", self._key_value))
@@ -129,7 +130,8 @@ class Attention(nn.Module):
                 visible.padding,
             )
         else:
-            heads_BTNH = self._reference(q_BTNH, *kv_2BNSH, r_NSH, visible.mask)
+            persistent = once("plain_persistent", self._plain_persistent)
+            heads_BTNH = self._reference(q_BTNH, *kv_2BNSH, r_NSH, visible.mask, *persistent)
         weight = self.output.weight
         if self.gate is not None:
             gate = self.gate()
@@ -160,10 +162,19 @@ class Attention(nn.Module):
             key = key.transpose(1, 2).contiguous().transpose(1, 2)
         return key, self.persistent_value * math.sqrt(self.n_persistent)
 
+    def _plain_persistent(self) -> tuple[Tensor | None, Tensor | None]:
+        """What the reference multiplies with: [N, H, P], without the sqrt(H) that its scale would
+        cancel, and Vp, [N, P, H]; None for a Transformer-XL layer.
+        """
+        if not self.n_persistent:
+            return None, None
+        value = self.persistent_value * math.sqrt(self.n_persistent)
+        return self.persistent_key.transpose(1, 2), value
+
     def _fused(self, q_BTNH: Tensor, visible: Visible) -> bool:
         """Whether this call takes the fused core."""
         dropout = self.dropout if self.training else 0.0
-        if self.watch is not None:
+        if self.watch is not None or self.implementation == "reference":
             return False
         if visible.padding is not None and max(visible.padding) > visible.M:
             return False  # rows of padding: the reference has them see themselves
@@ -172,7 +183,14 @@ class Attention(nn.Module):
         return choose(self.implementation, q_BTNH.device.type, q_BTNH.dtype, dropout)[0] == "fused"
 
     def _reference(
-        self, q_BTNH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, r_NSH: Tensor, mask: Tensor | None
+        self,
+        q_BTNH: Tensor,
+        k_BNSH: Tensor,
+        v_BNSH: Tensor,
+        r_NSH: Tensor,
+        mask: Tensor | None,
+        key_NHP: Tensor | None,
+        value_NPH: Tensor | None,
     ) -> Tensor:
         """The equation, explicit: [B, T, N, H]."""
         S, scale = k_BNSH.shape[2], 1 / math.sqrt(self.d_head)
@@ -182,16 +200,14 @@ class Attention(nn.Module):
         scores = (content + shift_by_query(position)) * scale
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
-        if self.n_persistent:
-            persistent = q_BNTH @ self.persistent_key.transpose(1, 2)  # sqrt(H) and scale cancel
-            scores = torch.cat([scores, persistent], dim=-1)
+        if key_NHP is not None:
+            scores = torch.cat([scores, q_BNTH @ key_NHP], dim=-1)
         weights = F.dropout(scores.softmax(dim=-1), self.dropout, self.training)
         if self.watch is not None:
             weights = self.watch(weights)
         heads = weights[..., :S].to(v_BNSH.dtype) @ v_BNSH
-        if self.n_persistent:
-            value = self.persistent_value * math.sqrt(self.n_persistent)
-            heads = heads + weights[..., S:].to(v_BNSH.dtype) @ value.to(v_BNSH.dtype)
+        if value_NPH is not None:
+            heads = heads + weights[..., S:].to(v_BNSH.dtype) @ value_NPH.to(v_BNSH.dtype)
         return heads.transpose(1, 2)
 
 

@@ -41,11 +41,10 @@ def shift_by_query(scores: Tensor) -> Tensor:
         [..., T, S]; column j of row i belongs to key j, whose distance is (S-T)+i-j. Entries of
         keys after the query hold values of other rows: mask them.
     """
-    *lead, T, S = scores.shape
-    padded = torch.nn.functional.pad(
-        scores, (1, 0)
-    )  # then every row starts one later than the last
-    return padded.view(*lead, S + 1, T)[..., 1:, :].reshape(*lead, T, S)
+    T, S = scores.shape[-2:]
+    padded = torch.nn.functional.pad(scores, (1, 0)).flatten(-2)
+    # cut into rows of S after T entries, every row starts one later than the last
+    return padded.narrow(-1, T, T * S).unflatten(-1, (T, S))
 
 
 class Visible:
@@ -89,5 +88,5 @@ class Visible:
             visible &= query - key <= window
         if self.padding_B is None:
             return visible[None, None]
-        filled = key >= self.padding_B.to(self.device)[:, None, None]
-        return ((visible & filled) | (key == query))[:, None]
+        filled = key >= self.padding_B.to(self.device).view(-1, 1, 1)
+        return ((visible & filled) | (key == query)).unsqueeze(1)

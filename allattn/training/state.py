@@ -262,11 +262,17 @@ def _load_export(folder: Path) -> Weights:
             f"{path}: of format version {version}, this allattn reads {OLDEST_EXPORT} and newer; "
             "export it again from its run (allattn export RUN --out DIR)"
         )
+    if (format := info.get("format", "hf")) != "hf":
+        raise ValueError(
+            f"{folder}: an export in the format {format}, to be run as its README.md says; name "
+            "the run, or an export in the format hf"
+        )
     with blaming(path):
         check_sha256(folder, info["sha256"])
         config = model_config_from_dict(info["model"], str(path))
-    parameters = read_tensors(folder / "model.safetensors")
-    parameters = {name.removeprefix(HF_PREFIX): t for name, t in parameters.items()}
+    tensors = read_tensors(folder / "model.safetensors")
+    # stored as bf16 or fp16 perhaps
+    parameters = {name.removeprefix(HF_PREFIX): t.float() for name, t in tensors.items()}
     return Weights(config, parameters, info, folder)
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from allattn.inference.generate import generate
 from allattn.inference.load import load_pretrained
+from allattn.model.generate import generate
 from allattn.model.scoring import score_stream
 from allattn.model.transformer import TransformerLM
 

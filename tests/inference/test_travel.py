@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 import allattn
 from allattn.cli import main
-from allattn.inference.generate import generate
 from allattn.inference.load import load_pretrained
 from allattn.inference.travel import travelling_code
+from allattn.model.generate import generate
 
 NEEDED = {"torch", "numpy", "safetensors", "sentencepiece", "transformers", "__future__"}
 

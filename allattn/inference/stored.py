@@ -1,0 +1,107 @@
+"""Evaluate an export in the formats `onnx` and `pt2`: the program that is in its file."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allattn.config import ModelConfig
+from allattn.data.lanes import Corpus
+from allattn.inference import onnx, pt2
+from allattn.inference.numbers import DTYPES
+from allattn.inference.programs import Call, program_nats
+from allattn.model.scoring import perplexity
+from allattn.training.state import blaming, check_sha256, read_json
+
+
+class StoredProgram:
+    """A program and what `program_nats` needs to know of it.
+
+    Attributes:
+        info: the export's config.json.
+        config: the model's shape; its seq_len is the longest call.
+        call: runs the program.
+    """
+
+    def __init__(self, folder: Path, info: dict[str, Any]):
+        """Load it.
+
+        Raises:
+            ValueError: a damaged file, or what runs it is not installed.
+        """
+        self.info, self.folder = info, folder
+        with blaming(folder / "config.json"):
+            check_sha256(folder, info["sha256"])
+            self.config = ModelConfig(**info["model"])
+            self._shapes = info["program"]["state_shapes"]
+            self._dtype = torch.float32
+            if info["format"] == "pt2":
+                self._dtype = DTYPES[info["numbers"]]
+        if info["format"] == "onnx":
+            onnx.need_onnx()
+            self.call: Call = onnx.session_call(folder / onnx.MODEL_FILE)
+        else:
+            self.call = pt2.load_call(folder / pt2.MODEL_FILE)
+
+    def start(self, batch: int) -> list[Tensor]:
+        """The state of a stream's start, as `Program.start` gives it."""
+        state = [torch.full((batch,), self.config.mem_len)]
+        return state + [torch.zeros(batch, *shape, dtype=self._dtype) for shape in self._shapes]
+
+    def parameters(self) -> Iterator[Tensor]:
+        """One, for its device."""
+        yield torch.zeros(0)
+
+
+def open_program(folder: str | Path) -> StoredProgram | None:
+    """An export in the formats `onnx` or `pt2`; None: the folder is something else."""
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        return None
+    info = read_json(folder / "config.json")
+    if not isinstance(info, dict) or info.get("format") not in ("onnx", "pt2"):
+        return None
+    return StoredProgram(folder, info)
+
+
+def evaluate_program(program: StoredProgram, data: str | None, split: str) -> dict[str, Any]:
+    """As `evaluate.evaluate`, for a program.
+
+    Args:
+        program: in its file.
+        data: a prepared corpus; None: that of training.
+        split: of it.
+
+    Raises:
+        ValueError, FileNotFoundError: no such corpus, or one with another tokenizer.
+    """
+    corpus = Corpus(data or program.info["data"])
+    if corpus.tokenizer.fingerprint() != program.info["tokenizer"]:
+        raise ValueError(
+            f"{corpus.dir}: its tokenizer is not the one that {program.folder} was trained with"
+        )
+    config, started = program.config, time.perf_counter()
+    nats, n = program_nats(program.call, program, corpus, split)
+    counts = corpus.splits[split]
+    return {
+        "model": str(program.folder),
+        "split": split,
+        "loss": nats / n,
+        "ppl": perplexity(nats / n),
+        "word_ppl": perplexity(nats / counts["words"]),
+        "bits_per_byte": nats / math.log(2) / counts["bytes"],
+        "tokens": n,
+        "words": counts["words"],
+        "seq_len": config.seq_len,
+        "mem_len": config.mem_len,
+        "clamp_len": config.clamp_len,
+        "same_length": config.same_length,
+        "heads": config.heads,
+        "tokens_per_second": n / (time.perf_counter() - started),
+    }
