@@ -291,7 +291,7 @@ def test_our_own_mistakes_do_show_a_traceback(tiny_yaml, tmp_path, monkeypatch):
 def test_a_whole_run_from_the_command_line(finished_run, capsys):
     names = {path.name for path in finished_run.iterdir()}
     files = {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "final", ".lock"}
-    assert names == files
+    assert names == files | {"pictures"}
     assert len(list((finished_run / "checkpoints").iterdir())) == STEPS
     assert main(["show", str(finished_run / "config.yaml"), "--json"]) == 0  # it can be run again
     assert json.loads(capsys.readouterr().out)["heads"] == [4, 4]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,8 @@ class Board:
             ]
             table = ["| stage | steps | what |", "| --- | --- | --- |", *rows]
             writer.add_text("stages", "\n".join(table), step)
-            for summary in hparams(hyperparameters(config), dict.fromkeys(RESULTS, 0.0)):
+            # the end of the session is left out: nobody can promise it
+            for summary in hparams(hyperparameters(config), dict.fromkeys(RESULTS, 0.0))[:2]:
                 writer.file_writer.add_summary(summary)
 
     def train(self, line: dict[str, Any], open_by_layer: list[int]) -> None:
@@ -122,7 +124,9 @@ class Board:
                     if finite.numel():
                         writer.add_histogram(f"log_alpha/layer_{i:02d}", finite, step)
             writer.add_image("heads", head_map, step, dataformats="HWC")
-            writer.add_text("sample", _code(f"{look.prompt} ... {look.sample}"), step)
+            lines = f"{look.prompt} ... {look.sample}".splitlines()
+            sample = "\n".join(textwrap.fill(line, 90) for line in lines)
+            writer.add_text("sample", _code(sample), step)
 
     def text(self, tag: str, text: str, step: int) -> None:
         """A sentence."""

@@ -61,9 +61,14 @@ class Watch:
         live: LiveModel,
         autocast: Callable[[], Any],
     ):
-        """Take what does not change in a run; `autocast` gives a context of the run's precision."""
+        """Take what does not change in a run; `autocast` gives a context of the run's precision.
+
+        Raises:
+            FileNotFoundError, ValueError: the corpus's tokenizer is missing or damaged.
+        """
         self.config, self.corpus, self.world = config, corpus, world
         self.live, self.autocast = live, autocast
+        self.tokenizer = corpus.tokenizer  # read here, before the run's folder is made
         self.split = "valid" if "valid" in corpus.splits else "train"
 
     def loss(self, split: str) -> dict[str, float]:
@@ -75,7 +80,7 @@ class Watch:
                 self.live.engine,
                 self.live.engine.module,
                 self.corpus.tokens(split),
-                self.corpus.tokenizer.eos_id,
+                self.tokenizer.eos_id,
                 seq_len=self.config.model.seq_len,
                 batch_size=self.config.train.eval_batch_size,
                 rank=self.world.rank,
@@ -123,7 +128,7 @@ class Watch:
 
     def text(self) -> tuple[str, str]:
         """A prompt from the corpus, and how the model goes on: the same draws at every call."""
-        engine, decode = self.live.engine, self.corpus.tokenizer.decode
+        engine, decode = self.live.engine, self.tokenizer.decode
         prompt = self.corpus.tokens(self.split)[:PROMPT].tolist()
 
         def forward(*args: Any, **kwargs: Any) -> Output:

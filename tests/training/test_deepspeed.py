@@ -70,9 +70,11 @@ def two_ranks(yaml: Path, *arguments: str) -> list[subprocess.CompletedProcess]:
     return done
 
 
-def flat(rows: list) -> list[float | None]:
-    """All that nested lists hold."""
-    return [x for row in rows for x in (flat(row) if isinstance(row, list) else [row])]
+def flat(value: list | float | None) -> list[float]:
+    """All that nested lists hold; -1 for None."""
+    if isinstance(value, list):
+        return [x for inner in value for x in flat(inner)]
+    return [-1.0 if value is None else value]
 
 
 def assert_same_run(run: Run, local: Run, since: int = 0) -> None:
