@@ -1,0 +1,80 @@
+"""`allattn analyze`: finds the run around a model, and writes the report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from allattn.cli.commands import print_json
+from allattn.config import ConfigError
+
+if TYPE_CHECKING:
+    from allattn.model.transformer import TransformerLM
+
+
+def analyze_command(args: argparse.Namespace) -> None:
+    """What the heads do."""
+    from allattn.analysis.analyze import Analyzer, History, Settings, State
+    from allattn.analysis.conllu import read_conllu
+    from allattn.analysis.report import start_report, table, write_report
+    from allattn.analysis.survival import read_metrics
+    from allattn.inference.evaluate import evaluate
+    from allattn.inference.history import head_ids_of, history_of, step_of
+    from allattn.inference.load import Source, build_model, open_source, pick_device
+
+    for name, low in (("tokens", 1), ("states", 0), ("batch_size", 1), ("seed", 0)):
+        if getattr(args, name) < low:
+            raise ConfigError(f"--{name.replace('_', '-')}: {getattr(args, name)} is too small")
+    device = pick_device(args.device)
+    source = open_source(args.path)
+    corpus = source.corpus(args.data)
+    sentences = None if args.conllu is None else read_conllu(args.conllu)
+    start_report(args.out, args.overwrite)
+    found = history_of(source, args.states)
+
+    def state(name: str, of: Source) -> State:
+        def load() -> TransformerLM:
+            return build_model(of.weights).to(device)
+
+        return State(name, step_of(of), of.config.heads, head_ids_of(of), load)
+
+    subject = state("the model", source)
+    history = History(found.first_heads, [], None, [])
+    for folder in found.checkpoints:
+        earlier = open_source(folder)
+        history.states.append(state(f"step {step_of(earlier)}", earlier))
+        if folder == found.dense:
+            history.dense = history.states[-1]
+    if found.folder is not None:
+        lines = read_metrics(found.folder / "metrics.jsonl")
+        history.lines = [line for line in lines if line["step"] <= subject.step]
+    settings = Settings(args.split, args.tokens, args.batch_size, args.seed)
+    result = evaluate(subject.load(), corpus, args.split, args.batch_size)
+    report = {
+        "model": {
+            "path": str(source.weights.path),
+            "family": source.config.family,
+            "step": subject.step,
+            "head_ids": subject.head_ids,
+            "first_heads": history.first_heads,
+            **{k: result[k] for k in ("heads", "params", "params_non_embedding", "loss", "ppl")},
+        }
+    }
+    report |= Analyzer(corpus, sentences, settings, _progress).analyze(subject, history)
+    write_report(report, history.lines, args.out)
+    if args.json:
+        print_json(report)
+        return
+    print(table(report))
+    print(Path(args.out) / "report.html")
+
+
+def _progress(what: str, n: int) -> Any:
+    """A bar on a terminal, elsewhere a line."""
+    from tqdm import tqdm
+
+    if not sys.stderr.isatty():
+        print(what, file=sys.stderr, flush=True)
+    return tqdm(total=n, desc=what, disable=not sys.stderr.isatty(), unit_scale=True, leave=False)
