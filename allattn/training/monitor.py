@@ -91,7 +91,7 @@ class Monitor:
         """Log a training line."""
         if not self.active:
             return
-        self._write(line)
+        self._write(line | {"heads_by_layer": open_by_layer})
         for key, tag in TRAIN_TAGS.items():
             if key in line:
                 self.writer.add_scalar(tag, line[key], line["step"])
