@@ -94,7 +94,8 @@ def attention(
                     values.append(Wv @ h_SD[j])
             for p in range(P):
                 key = math.sqrt(H) * weights["persistent_key"][n, p]
-                scores.append(q @ key / math.sqrt(H))
+                bias = weights["persistent_bias"][n] if "persistent_bias" in weights else 0.0
+                scores.append(q @ key / math.sqrt(H) + bias)
                 values.append(math.sqrt(P) * weights["persistent_value"][n, p])
             head = np.zeros(H)
             for a, value in zip(softmax(scores), values, strict=True):
@@ -212,9 +213,9 @@ def language_model(
 
 
 def head_parameters(config: ModelConfig) -> int:
-    """Of one head: Wq, Wk, Wv, Wr, Wo; u and w; the persistent keys and values."""
+    """Of one head: Wq, Wk, Wv, Wr, Wo; u and w; the persistent keys, values and their bias."""
     D, H, P = config.d_model, config.d_head, config.n_persistent
-    return 5 * D * H + 2 * H + 2 * P * H
+    return 5 * D * H + 2 * H + 2 * P * H + (config.persistent_share is not None)
 
 
 def layer_parameters(config: ModelConfig, n_heads: int) -> int:

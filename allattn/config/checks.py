@@ -150,6 +150,12 @@ def check_model(model: ModelConfig) -> None:
             raise ConfigError(
                 f"model.{key}: a share in [0, 1) is needed, not {getattr(model, key)}"
             )
+    share = model.persistent_share
+    if share is not None and not (model.n_persistent and 0 < share < 1):
+        raise ConfigError(
+            "model.persistent_share: a share between 0 and 1, and model.n_persistent, are needed, "
+            f"not {share} and {model.n_persistent}"
+        )
     for key in ("position", "embedding", "attention"):
         _choice(f"model.{key}", getattr(model, key))
     if model.d_model % 2 and model.position == "sinusoidal":

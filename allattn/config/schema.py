@@ -43,6 +43,9 @@ class ModelConfig:
     n_heads: Any = 8  # one number, or one for each layer (0 is allowed there)
     d_head: int | None = None  # default d_model / n_heads; needed where n_heads is a list
     n_persistent: int = 512
+    # a learned bias a head on the persistent scores, first so that they get about this share of the
+    # softmax; None: no bias, as in the papers
+    persistent_share: float | None = None
     d_ff: int = 0
     seq_len: int = 64
     mem_len: int = 64
@@ -63,6 +66,11 @@ class ModelConfig:
         if self.n_persistent and self.d_ff:
             return "hybrid"
         return "all-attention" if self.n_persistent else "transformer-xl"
+
+    @property
+    def content_keys(self) -> float:
+        """How many keys a query sees on average, persistent vectors aside, when memory is full."""
+        return self.mem_len + (1 if self.same_length else (self.seq_len + 1) / 2)
 
     @property
     def heads(self) -> list[int]:

@@ -62,8 +62,8 @@ def prune(
         overwrite: replace what is there.
 
     Returns:
-        For each share a row: keep, heads (by layer), ppl, loss, params, params_non_embedding,
-        flops_per_token.
+        For each share a row: keep, heads (by layer), ppl, loss, tokens_per_second, params,
+        params_non_embedding, flops_per_token.
 
     Raises:
         ConfigError, ValueError: what a user can mend, in one line.
@@ -101,7 +101,7 @@ def prune(
         result = evaluate(model, corpus, split, batch_size)
         rows.append(
             {"keep": share}
-            | {key: result[key] for key in ("heads", "ppl", "loss")}
+            | {key: result[key] for key in ("heads", "ppl", "loss", "tokens_per_second")}
             | {key: result[key] for key in ("params_non_embedding", "params")}
             | {"flops_per_token": flops_per_token(smaller.config), "split": split}
         )

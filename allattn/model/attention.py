@@ -66,6 +66,7 @@ class Attention(nn.Module):
         n_persistent: int,
         dropout: float,
         implementation: str = "reference",
+        persistent_bias: bool = False,
     ):
         """Allocate the weights; `transformer.init_weights` gives them values."""
         super().__init__()
@@ -83,6 +84,7 @@ class Attention(nn.Module):
             # Kp' and Vp': the vectors are sqrt(H) Kp' and sqrt(P) Vp' (1907.01470, section 4.1)
             self.persistent_key = nn.Parameter(torch.empty(n_heads, n_persistent, d_head))
             self.persistent_value = nn.Parameter(torch.empty(n_heads, n_persistent, d_head))
+        self.persistent_bias = nn.Parameter(torch.empty(n_heads)) if persistent_bias else None
         self.gate: nn.Module | None = None
         self.watch: Callable[[Tensor], Tensor] | None = None
 
@@ -126,6 +128,7 @@ class Attention(nn.Module):
                 self.content_bias,
                 self.position_bias,
                 *once("persistent", lambda: self._persistent(keys_first=cache is None)),
+                self.persistent_bias,
                 visible.window,
                 visible.padding,
             )
@@ -201,7 +204,10 @@ class Attention(nn.Module):
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         if key_NHP is not None:
-            scores = torch.cat([scores, q_BNTH @ key_NHP], dim=-1)
+            persistent = q_BNTH @ key_NHP
+            if self.persistent_bias is not None:
+                persistent = persistent + self.persistent_bias[:, None, None]
+            scores = torch.cat([scores, persistent], dim=-1)
         weights = F.dropout(scores.softmax(dim=-1), self.dropout, self.training)
         if self.watch is not None:
             weights = self.watch(weights)

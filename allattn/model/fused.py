@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -36,6 +35,8 @@ from allattn.model.tiles import (
     Scores,
     Scratch,
     content_tiles,
+    flash_kernel,
+    flash_kernel_works,
     persistent_tiles,
     queries_first,
     shifted,
@@ -55,6 +56,7 @@ def fused_attention(
     w_NH: Tensor,
     Kp_NPH: Tensor,
     Vp_NPH: Tensor,
+    c_N: Tensor | None = None,
     window: int | None = None,
     padding: list[int] | None = None,
 ) -> Tensor:
@@ -68,6 +70,7 @@ def fused_attention(
         w_NH: position bias (added to the query against r).
         Kp_NPH: persistent keys sqrt(H) Kp'. P may be 0.
         Vp_NPH: persistent values sqrt(P) Vp'.
+        c_N: what is added to each head's persistent scores, or None.
         window: a query sees keys at most this far back; None: no limit.
         padding: how many of the first memory keys each sequence must not see (0 to M), or None.
 
@@ -77,12 +80,12 @@ def fused_attention(
     assert padding is None or max(padding) <= kv_2BNSH.shape[3] - q_BTNH.shape[1]
     with torch.autocast(q_BTNH.device.type, enabled=False):
         dtype = q_BTNH.dtype
-        small = (u_NH, w_NH, Kp_NPH, Vp_NPH)
+        small = (u_NH, w_NH, Kp_NPH, Vp_NPH, c_N)
         operands = (q_BTNH, kv_2BNSH.to(dtype), r_NSH.to(dtype))
         if q_BTNH.device.type == "cpu" and dtype in kernel.DTYPES and kernel.load()[0] is not None:
-            small = (x.float() for x in small)
+            small = (x if x is None else x.float() for x in small)
             return _CompiledAttention.apply(*operands, *small, window, padding)
-        small = (x.to(dtype) for x in small)
+        small = (x if x is None else x.to(dtype) for x in small)
         return _FusedAttention.apply(*operands, *small, window, padding)
 
 
@@ -99,11 +102,12 @@ class _CompiledAttention(torch.autograd.Function):
         w: Tensor,
         Kp: Tensor,
         Vp: Tensor,
+        c: Tensor | None,
         window: int | None,
         padding: list[int] | None,
     ) -> Tensor:
-        out, rest, lse = kernel.load()[0].forward(q, kv, r, u, w, Kp, Vp, window, padding)
-        ctx.save_for_backward(out, rest, lse, q, kv, r, u, w, Kp, Vp)
+        out, rest, lse = kernel.load()[0].forward(q, kv, r, u, w, Kp, Vp, c, window, padding)
+        ctx.save_for_backward(out, rest, lse, q, kv, r, u, w, Kp, Vp, c)
         ctx.window, ctx.padding = window, padding
         return out
 
@@ -125,11 +129,12 @@ class _FusedAttention(torch.autograd.Function):
         w: Tensor,
         Kp: Tensor,
         Vp: Tensor,
+        c: Tensor | None,
         window: int | None,
         padding: list[int] | None,
     ) -> Tensor:
         k, v = kv
-        scores = Scores(q, k, r, u, w, Kp)
+        scores = Scores(q, k, r, u, w, Kp, c)
         out_NXH, sum_NX1 = _accumulate(scores, v, Vp, q.shape[1], window, padding)
         # float16 ends at 65504: there the maximum is always needed
         safe = q.dtype != torch.float16 and (
@@ -141,18 +146,19 @@ class _FusedAttention(torch.autograd.Function):
         out = q.new_empty(q.shape)
         queries_first(out).copy_(out_NXH.div_(sum_NX1))
         # in the accumulators' precision: delta in the backward pass is a small difference
-        ctx.save_for_backward(q, kv, r, u, w, Kp, Vp, out_NXH, sum_NX1, scores.shift_NX1)
+        ctx.save_for_backward(q, kv, r, u, w, Kp, Vp, c, out_NXH, sum_NX1, scores.shift_NX1)
         ctx.window, ctx.padding = window, padding
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_BTNH: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, r, u, w, Kp, Vp, out_NXH, sum_NX1, shift_NX1 = ctx.saved_tensors
+        q, kv, r, u, w, Kp, Vp, c, out_NXH, sum_NX1, shift_NX1 = ctx.saved_tensors
         (k, v), (B, T, N, H), S, P = kv, q.shape, kv.shape[3], Kp.shape[1]
         X = B * T
-        scores = Scores(q, k, r, u, w, Kp)
+        scores = Scores(q, k, r, u, w, Kp, c)
         scores.shift_NX1 = shift_NX1
+        persistent_shift_NX1 = scores.persistent_shift()
         scratch = scores.scratch
 
         # g = [dO / Z, -rowsum(dO / Z * O)]: against [V, 1] it gives (dP - delta) / Z at once.
@@ -172,6 +178,7 @@ class _FusedAttention(torch.autograd.Function):
         if not P:
             dq_NXH.zero_()
         dKp, dVp = Kp.new_empty(Kp.shape), Vp.new_empty(Vp.shape)
+        dc_N = None if c is None else sum_NX1.new_zeros(N)
         Vp_NPG = scratch("Vp", N, P, H + n_delta)
         Vp_NPG[:, :, H:] = 1
         Vp_NPG[:, :, :H] = Vp
@@ -192,12 +199,15 @@ class _FusedAttention(torch.autograd.Function):
                 )
             ):
                 p = torch.bmm(Kp_t, qT_t, out=scratch("p", *Kp_t.shape[:2], q_t.shape[1]))
-                if shift_NX1 is not None:
-                    p.sub_(shift_NX1[heads, i * n_rows : i * n_rows + p.shape[2]].transpose(1, 2))
+                if persistent_shift_NX1 is not None:
+                    rows = slice(i * n_rows, i * n_rows + p.shape[2])
+                    p.sub_(persistent_shift_NX1[heads, rows].transpose(1, 2))
                 p.exp_()
                 dVp_t.baddbmm_(p, g_t)
                 ds = torch.bmm(Vp_t, gT_t, out=scratch("ds", *p.shape)).mul_(p)
                 dKp_t.baddbmm_(ds, q_t)
+                if dc_N is not None:
+                    dc_N[heads] += ds.sum((1, 2), dtype=dc_N.dtype)
                 part = torch.bmm(ds.transpose(1, 2), Kp_t, out=scratch("dq", *q_t.shape))
                 if cols.start == 0:
                     dq_t.copy_(part)
@@ -254,27 +264,8 @@ class _FusedAttention(torch.autograd.Function):
         dq = q.new_empty(q.shape)
         queries_first(dq).copy_(dq_NXH.add_(dqu_NXH).add_(dqw_NXH).mul_(scale))
         dr = dr_NHS1[:, :, :S].transpose(1, 2).to(r.dtype)
-        return dq, dkv, dr, du, dw, dKp, dVp, None, None
-
-
-def _flash_kernel(q_NXH: Tensor, k_NPH: Tensor, v_NPH: Tensor) -> tuple[Tensor, Tensor]:
-    """PyTorch's CPU kernel: output [N, X, H] and log-sum-exp [N, X]. Not a promised interface."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = flash(q_NXH[None], k_NPH[None], v_NPH[None], scale=1.0)
-    return out[0], lse[0]
-
-
-@cache
-def flash_kernel_works() -> bool:
-    """Whether this PyTorch has that kernel and it computes what is expected; tried once."""
-    q, k, v = (torch.randn(2, n, 8, dtype=torch.bfloat16) for n in (3, 5, 5))
-    scores = (q @ k.transpose(1, 2)).float()
-    try:
-        out, lse = _flash_kernel(q, k, v)
-        right = torch.allclose(lse.float(), scores.logsumexp(-1), atol=0.1)
-        return right and torch.allclose(out.float(), scores.softmax(-1) @ v.float(), atol=0.1)
-    except (AttributeError, RuntimeError, TypeError, ValueError):
-        return False
+        dc = None if c is None else dc_N.to(c.dtype)
+        return dq, dkv, dr, du, dw, dKp, dVp, dc, None, None
 
 
 def _row_sum(p_NRK: Tensor, dtype: torch.dtype) -> Tensor:
@@ -301,9 +292,9 @@ def _accumulate(
     if half_on_cpu and Vp.shape[1] > 0 and flash_kernel_works():
         # In half precision PyTorch's flash kernel is the fastest forward (not so its backward),
         # with a float32 softmax. The batch folds into the queries: all sequences share these keys.
-        part, lse_NX = _flash_kernel(scores.q_NXH, scores.Kp_NPH, Vp)
-        lse_NX1 = lse_NX.unsqueeze(-1)
-        torch.exp(lse_NX1 if scores.shift_NX1 is None else lse_NX1 - scores.shift_NX1, out=sum_NX1)
+        part, lse_NX = flash_kernel(scores.q_NXH, scores.Kp_NPH, Vp)
+        lse_NX1, shift_NX1 = lse_NX.unsqueeze(-1), scores.persistent_shift()
+        torch.exp(lse_NX1 if shift_NX1 is None else lse_NX1 - shift_NX1, out=sum_NX1)
         torch.mul(part, sum_NX1, out=out_NXH)
         tiles: Iterable[tuple[slice, slice, int]] = ()
     else:
@@ -334,8 +325,10 @@ def _row_maximum(scores: Scores, T: int, window: int | None, padding: list[int] 
         for q_t, largest_t in zip(
             scores.q_NXH[heads].split(n_rows, 1), largest_NX[heads].split(n_rows, 1), strict=True
         ):
-            s = scores.persistent(q_t, scores.KpT_NHP[heads, :, cols])
-            torch.maximum(largest_t, s.amax(-1), out=largest_t)
+            largest = scores.persistent(q_t, scores.KpT_NHP[heads, :, cols]).amax(-1)
+            if scores.c_N is not None:
+                largest += scores.c_N[heads, None]
+            torch.maximum(largest_t, largest, out=largest_t)
     for t in content_tiles(X // T, T, S, N, window, padding):
         s = scores.content(t)
         ones = torch.ones(1, t.R, t.K, dtype=torch.bool, device=s.device)

@@ -249,12 +249,14 @@ struct Shape {
   long half;      // q, kv, r, grad, out, dq: bfloat16; the rest is float32
   long dkv_half;  // dk and dv too
   const void *q, *k, *v, *r, *u, *w, *Kp, *Vp;
+  const float* c;  // [N] added to a head's persistent scores, or null
   void* out;    // [B, T, N, H]
   void* rest;   // [B, T, N, H] bfloat16: what rounding `out` lost; null for float32
   float* lse;   // [N, B, T]: log2 of a row's sum of exp(score)
   const void* grad;
   void *dq, *dk, *dv;              // dq [B, T, N, H]
   float *dr, *du, *dw, *dKp, *dVp; // [parts, ...]: dr [S, N, H], du [N, H], dKp [N, P, H]
+  float* dc;                       // [parts, N]
 };
 
 }
@@ -268,6 +270,7 @@ struct Item {
   const Shape& s;
   long n, b0, b1, t0, t1;
   long rows, padded, H, Hp;  // queries, the same up to a multiple of MR; H, up to one of W
+  float bias;  // of the persistent scores, for 2^score: it goes into their rows' shift
   float *q, *q_panel, *out, *sum, *shift, *g, *g_panel, *delta;
 
   Item(const Shape& shape, long index) : s(shape) {
@@ -277,6 +280,7 @@ struct Item {
     t0 = s.T * ct / s.t_parts, t1 = s.T * (ct + 1) / s.t_parts;
     rows = (b1 - b0) * (t1 - t0), padded = round_up(rows, 2 * RB);  // a multiple of 32 too
     H = s.H, Hp = round_up(H, W);
+    bias = s.c ? s.c[n] * 1.4426950408889634 : 0;
     q = zeroed(kQ, padded * Hp);
     const float scale = 1.4426950408889634 / std::sqrt(double(H));
     for (long x = 0; x < rows; x++) {
@@ -580,7 +584,7 @@ void amx_forward(const Item& it) {
       for (long j0 = 0; j0 < n; j0 += 32) {
         amx_product(32, nq, H, K + j0 * H, H, qT + x0 * H, 2 * QB, score, QB, false);
         for (long c = 0; c < nq; c += W) {
-          const Vec shift = load(it.shift + x0 + c);
+          const Vec shift = load(it.shift + x0 + c) - it.bias;
           Vec sum = load(it.sum + x0 + c);
           for (long j = 0; j < 32; j += 2) {
             const float* at = score + j * QB + c;
@@ -599,8 +603,8 @@ void amx_forward(const Item& it) {
   }
 }
 
-// dKp and dVp of one block, as `backward_item` keeps them, and its part of dq.
-void amx_backward(const Item& it, const PersistentBlock& block, float* dK, float* dV, float* dq) {
+// dKp and dVp of one block, as `backward_item` keeps them, its part of dq, and the sum of ds.
+float amx_backward(const Item& it, const PersistentBlock& block, float* dK, float* dV, float* dq) {
   const long H = it.H, Hp = it.Hp, n = round_up(block.count, 32);
   uint16_t *K = half_scratch(kHalfK, PC * H), *V = half_scratch(kHalfV, PC * H);
   uint16_t* KT = half_scratch(kHalfT, PC * H);
@@ -610,6 +614,7 @@ void amx_backward(const Item& it, const PersistentBlock& block, float* dK, float
   const uint16_t *q = half_scratch(kHalfQ, 0), *g = half_scratch(kHalfG, 0);
   float *score = scratch(kTile, RB * LDP), *dP = scratch(kTile2, RB * LDP);
   float* dqT = scratch(kDqu, QB * H);
+  Vec total{};
   halves(block.K, Hp, n, H, K, KT, PC);
   halves(block.V, Hp, n, H, V, nullptr, 0);
   for (long x0 = 0; x0 < it.rows; x0 += QB) {
@@ -619,12 +624,15 @@ void amx_backward(const Item& it, const PersistentBlock& block, float* dK, float
       amx_product(32, nq, H, K + j0 * H, H, qT + x0 * H, 2 * QB, score, QB, false);
       amx_product(32, nq, H, V + j0 * H, H, gT + x0 * H, 2 * QB, dP, QB, false);
       for (long c = 0; c < nq; c += W) {
-        const Vec shift = load(it.shift + x0 + c), delta = load(it.delta + x0 + c);
+        const Vec shift = load(it.shift + x0 + c) - it.bias, delta = load(it.delta + x0 + c);
         for (long j = 0; j < 32; j += 2) {
           const long at = j * QB + c;
           const Vec a = exp2(load(score + at) - shift), b = exp2(load(score + at + QB) - shift);
           TwoRows(a, b).store_rows(p + at, p + at + QB);
-          const TwoRows two(a * (load(dP + at) - delta), b * (load(dP + at + QB) - delta));
+          const Vec ds_a = a * (load(dP + at) - delta), ds_b = b * (load(dP + at + QB) - delta);
+          const TwoRows two(ds_a, ds_b);
+          if (j0 + j < block.count) total += ds_a;
+          if (j0 + j + 1 < block.count) total += ds_b;
           two.store_rows(ds + at, ds + at + QB);
           _mm512_storeu_si512(ds_pairs + j * QB + 2 * c, two.pairs);
         }
@@ -636,6 +644,7 @@ void amx_backward(const Item& it, const PersistentBlock& block, float* dK, float
     for (long x = 0; x < nq; x++)
       for (long h = 0; h < H; h++) dq[(x0 + x) * Hp + h] += dqT[h * QB + x];
   }
+  return sum_of(total);
 }
 #endif
 
@@ -650,9 +659,12 @@ void forward_persistent(const Item& it, float* p, float* totals) {
     const PersistentBlock block(it, p0, false);
     for (long x = 0; x < it.rows; x += MR) {
       product<1, MR>(MR, block.count, it.H, it.q_panel + x * it.H, block.KT, LDP, p, LDP, false);
-      for (long m = 0; m < MR; m++)
-        row_of<pass, false>(p + m * LDP, nullptr, block.count, 0, block.count, it.shift[x + m],
-                            totals[x + m]);
+      for (long m = 0; m < MR; m++) {
+        if (pass == kMax) totals[x + m] -= it.bias;  // found among scores without it
+        row_of<pass, false>(p + m * LDP, nullptr, block.count, 0, block.count,
+                            it.shift[x + m] - it.bias, totals[x + m]);
+        if (pass == kMax) totals[x + m] += it.bias;
+      }
       if (pass == kExp)
         product<LDP, 1>(MR, it.Hp, block.count, p, block.V, it.Hp, it.out + x * it.Hp, it.Hp, true);
     }
@@ -715,10 +727,16 @@ void forward_item(const Shape& s, long index) {
   }
 }
 
-// ds = p (dP - delta) of one row.
-inline void ds_of(const float* p, float* dP, long n, float delta) {
+// ds = p (dP - delta) of one row, and its sum.
+inline float ds_of(const float* p, float* dP, long n, float delta) {
   const Vec d = splat(delta);
-  for (long j = 0; j < n; j += W) store(dP + j, load(p + j) * (load(dP + j) - d));
+  Vec sum{};
+  for (long j = 0; j < n; j += W) {
+    const Vec ds = load(p + j) * (load(dP + j) - d);
+    store(dP + j, ds);
+    sum += ds;
+  }
+  return sum_of(sum);
 }
 
 void backward_item(const Shape& s, long index) {
@@ -753,6 +771,7 @@ void backward_item(const Shape& s, long index) {
 #endif
 
   float *p = scratch(kTile, RB * LDP), *ds = scratch(kTile2, RB * LDP), unused[MR] = {};
+  float dc = 0;
   for (long p0 = 0; p0 < s.P; p0 += PC) {
     const PersistentBlock block(it, p0, true);
     const long n = block.count;
@@ -760,7 +779,7 @@ void backward_item(const Shape& s, long index) {
 #ifdef HAVE_AMX
     if (amx) {
       const Amx unit;
-      amx_backward(it, block, dK, dV, dq);
+      dc += amx_backward(it, block, dK, dV, dq);
     }
 #endif
     for (long x0 = 0; x0 < it.rows && !amx; x0 += RB) {
@@ -771,8 +790,9 @@ void backward_item(const Shape& s, long index) {
         product<1, MR>(MR, n, H, it.q_panel + x * H, block.KT, LDP, p_t, LDP, false);
         product<1, MR>(MR, n, H, it.g_panel + x * H, block.VT, LDP, ds_t, LDP, false);
         for (long m = 0; m < MR; m++) {
-          row_of<kExp, false>(p_t + m * LDP, nullptr, n, 0, n, it.shift[x + m], unused[m]);
-          ds_of(p_t + m * LDP, ds_t + m * LDP, n, it.delta[x + m]);
+          const float shift = it.shift[x + m] - it.bias;
+          row_of<kExp, false>(p_t + m * LDP, nullptr, n, 0, n, shift, unused[m]);
+          dc += ds_of(p_t + m * LDP, ds_t + m * LDP, n, it.delta[x + m]);
         }
         product<LDP, 1>(MR, Hp, n, ds_t, block.K, Hp, dq + x * Hp, Hp, true);
       }
@@ -853,6 +873,7 @@ void backward_item(const Shape& s, long index) {
   }
   for (long j = 0; j < s.S; j++)
     write(s.dr, false, ((part * s.S + j) * s.N + it.n) * H, H, dr + j * Hp, ln2);
+  if (s.dc) s.dc[part * s.N + it.n] = dc;
   write(s.du, false, (part * s.N + it.n) * H, H, du, scale);
   write(s.dw, false, (part * s.N + it.n) * H, H, dw, scale);
   for (long x = 0; x < it.rows; x++)

@@ -38,9 +38,12 @@ class _Shape(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("r_n", "r_s", "kp_n", "kp_p", "kp_h", "vp_n", "vp_p")),
         *((name, ctypes.c_long) for name in ("g_b", "g_t", "g_n", "dk_part", "dk_b", "dk_n")),
         *((name, ctypes.c_long) for name in ("dk_s", "half", "dkv_half")),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "r", "u", "w", "Kp", "Vp", "out")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("q", "k", "v", "r", "u", "w", "Kp", "Vp", "c", "out")
+        ),
         *((name, ctypes.c_void_p) for name in ("rest", "lse", "grad", "dq", "dk", "dv", "dr")),
-        *((name, ctypes.c_void_p) for name in ("du", "dw", "dKp", "dVp")),
+        *((name, ctypes.c_void_p) for name in ("du", "dw", "dKp", "dVp", "dc")),
     ]
 
 
@@ -63,18 +66,19 @@ class Kernel:
         w: Tensor,
         Kp: Tensor,
         Vp: Tensor,
+        c: Tensor | None,
         window: int | None,
         padding: list[int] | None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """heads_BTNH, what rounding it to bfloat16 lost, and log2 of the rows' sums, [N, B, T].
 
-        q, kv and r are float32 or bfloat16, the others float32.
+        q, kv and r are float32 or bfloat16, the others float32; c may be None.
         """
         B, T, N, _ = q.shape
         out = q.new_empty(q.shape)
         rest = None if q.dtype == torch.float32 else torch.empty_like(out)
         lse_NBT = torch.empty(N, B, T)
-        shape, _keep = _shape(q, kv, r, u, w, Kp, Vp, window, padding)
+        shape, _keep = _shape(q, kv, r, u, w, Kp, Vp, c, window, padding)
         shape.out, shape.lse = out.data_ptr(), lse_NBT.data_ptr()
         shape.rest = None if rest is None else rest.data_ptr()
         self._forward(shape)
@@ -93,12 +97,13 @@ class Kernel:
         w: Tensor,
         Kp: Tensor,
         Vp: Tensor,
+        c: Tensor | None,
         window: int | None,
         padding: list[int] | None,
-    ) -> tuple[Tensor, ...]:
-        """Gradients of q, kv, r, u, w, Kp, Vp; kv's laid out as one projection gives it."""
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of q, kv, r, u, w, Kp, Vp, c; kv's laid out as one projection gives it."""
         (B, _, N, H), S, P = q.shape, kv.shape[3], Kp.shape[1]
-        shape, _keep = _shape(q, kv, r, u, w, Kp, Vp, window, padding)
+        shape, _keep = _shape(q, kv, r, u, w, Kp, Vp, c, window, padding)
         parts = shape.b_parts * shape.t_parts
         grad = _last_dense(grad.to(q.dtype))
         shape.g_b, shape.g_t, shape.g_n, _ = grad.stride()
@@ -109,17 +114,20 @@ class Kernel:
         shape.dk_part, shape.dk_b, shape.dk_s, _, shape.dk_n, _ = dkv.stride()
         dr, du, dw = (torch.empty(parts, *x, N, H) for x in ((S,), (), ()))
         dKp, dVp = torch.empty(parts, N, P, H), torch.empty(parts, N, P, H)
+        dc = torch.empty(parts, N)
         shape.grad, shape.out, shape.lse = grad.data_ptr(), out.data_ptr(), lse_NBT.data_ptr()
         shape.rest = None if rest is None else rest.data_ptr()
         shape.dq, shape.dk, shape.dv = dq.data_ptr(), dkv.data_ptr(), dkv[:, :, :, 1].data_ptr()
         shape.dr, shape.du, shape.dw = dr.data_ptr(), du.data_ptr(), dw.data_ptr()
         shape.dKp, shape.dVp = dKp.data_ptr(), dVp.data_ptr()
+        shape.dc = None if c is None else dc.data_ptr()
         self._backward(shape)
-        dkv, dr, du, dw, dKp, dVp = (
-            x[0] if x.shape[0] == 1 else x.sum(0) for x in (dkv, dr, du, dw, dKp, dVp)
+        dkv, dr, du, dw, dKp, dVp, dc = (
+            x[0] if x.shape[0] == 1 else x.sum(0) for x in (dkv, dr, du, dw, dKp, dVp, dc)
         )
         dkv = dkv.to(q.dtype).permute(2, 0, 3, 1, 4)
-        return dq, dkv, dr.transpose(0, 1).to(r.dtype), du, dw, dKp, dVp
+        dc = None if c is None else dc
+        return dq, dkv, dr.transpose(0, 1).to(r.dtype), du, dw, dKp, dVp, dc
 
 
 def _last_dense(x: Tensor) -> Tensor:
@@ -134,12 +142,14 @@ def _shape(
     w: Tensor,
     Kp: Tensor,
     Vp: Tensor,
+    c: Tensor | None,
     window: int | None,
     padding: list[int] | None,
 ) -> tuple[_Shape, list[object]]:
     """What the library is told of the operands, and what must live as long as that is in use."""
     q, kv, r, Vp = (_last_dense(x) for x in (q, kv, r, Vp))
     u, w = u.contiguous(), w.contiguous()
+    c = None if c is None else c.contiguous()
     B, T, N, H = q.shape
     S, threads = kv.shape[3], torch.get_num_threads()
     hidden = None if padding is None else (ctypes.c_long * B)(*padding)
@@ -166,8 +176,9 @@ def _shape(
         w=w.data_ptr(),
         Kp=Kp.data_ptr(),
         Vp=Vp.data_ptr(),
+        c=None if c is None else c.data_ptr(),
     )
-    return shape, [q, kv, r, u, w, Vp, hidden]
+    return shape, [q, kv, r, u, w, Vp, c, hidden]
 
 
 @cache
@@ -271,6 +282,7 @@ def _self_check(kernel: Kernel) -> str | None:
 
     operands = [random(B, T, N, H), random(2, B, N, S, H), random(N, S, H)]
     operands += [random(N, H), random(N, H), random(N, P, H), random(N, P, H)]
+    operands += [random(N)]
     grad = random(B, T, N, H)
     with torch.enable_grad():
         exact = [x.double().requires_grad_() for x in operands]
@@ -295,6 +307,7 @@ def equation(
     w_NH: Tensor,
     Kp_NPH: Tensor,
     Vp_NPH: Tensor,
+    c_N: Tensor | None = None,
     window: int | None = None,
     padding: list[int] | None = None,
 ) -> Tensor:
@@ -310,6 +323,9 @@ def equation(
     if padding is not None:
         hidden = hidden | (j < torch.tensor(padding)[:, None, None, None])
     scores = (content + position).masked_fill(hidden, float("-inf"))
-    persistent = q_BNTH @ Kp_NPH.transpose(1, 2)
-    weights = torch.cat([scores, persistent], -1).mul(q_BTNH.shape[3] ** -0.5).softmax(-1)
+    scale = q_BTNH.shape[3] ** -0.5
+    persistent = q_BNTH @ Kp_NPH.transpose(1, 2) * scale
+    if c_N is not None:
+        persistent = persistent + c_N[:, None, None]
+    weights = torch.cat([scores * scale, persistent], -1).softmax(-1)
     return (weights[..., :S] @ v + weights[..., S:] @ Vp_NPH).transpose(1, 2)

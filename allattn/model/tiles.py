@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -121,7 +121,9 @@ class Scores:
     Returned tiles live in scratch: the next call overwrites them.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, r: Tensor, u: Tensor, w: Tensor, Kp: Tensor) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, r: Tensor, u: Tensor, w: Tensor, Kp: Tensor, c: Tensor | None
+    ) -> None:
         (B, T, N, H), S = q.shape, k.shape[2]
         scale = 1 / math.sqrt(H)
         self.scratch = Scratch(q)
@@ -131,7 +133,7 @@ class Scores:
         self.qu_NXH, self.qw_NXH = self.scratch("qu", *shape), self.scratch("qw", *shape)
         torch.add(self.q_NXH, (u * scale).unsqueeze(1), out=self.qu_NXH)
         torch.add(self.q_NXH, (w * scale).unsqueeze(1), out=self.qw_NXH)
-        self.Kp_NPH = Kp
+        self.Kp_NPH, self.c_N = Kp, c
         # by falling distance S-1 .. 0, then a zero column: the future
         self.r_NHS1 = self.scratch("r", N, H, S + 1)
         self.r_NHS1[:, :, S] = 0
@@ -149,8 +151,17 @@ class Scores:
         return self.scratch("KpT", *KpT_NHP.shape).copy_(KpT_NHP)
 
     def persistent(self, q_NRH: Tensor, KpT_NHP: Tensor) -> Tensor:
-        """Scores of a persistent tile, [n, R, P]."""
+        """Scores of a persistent tile without their bias, [n, R, P]."""
         return torch.bmm(q_NRH, KpT_NHP, out=self.scratch("p", *q_NRH.shape[:2], KpT_NHP.shape[2]))
+
+    def persistent_shift(self) -> Tensor | None:
+        """What persistent scores are lowered by, [N, X, 1]: the shift less their bias, or None."""
+        if self.c_N is None:
+            return self.shift_NX1
+        bias_N11 = self.c_N[:, None, None]
+        if self.shift_NX1 is None:
+            return -bias_N11.expand(*self.q_NXH.shape[:2], 1)
+        return self.shift_NX1 - bias_N11
 
     def content(self, t: ContentTile) -> Tensor:
         """Scores of a content tile, nothing hidden yet, [N, R, K]."""
@@ -166,8 +177,9 @@ class Scores:
     ) -> Tensor:
         """exp(score - shift) of a persistent tile."""
         p = self.persistent(q_NRH, KpT_NHP)
-        if self.shift_NX1 is not None:
-            p.sub_(self.shift_NX1[heads, first_row : first_row + p.shape[1]])
+        shift_NX1 = self.persistent_shift()
+        if shift_NX1 is not None:
+            p.sub_(shift_NX1[heads, first_row : first_row + p.shape[1]])
         return p.exp_()
 
     def exp_content(self, t: ContentTile) -> Tensor:
@@ -176,3 +188,23 @@ class Scores:
         if self.shift_NX1 is not None:
             p.sub_(self.shift_NX1[:, t.rows])
         return t.hide_(p.exp_())
+
+
+def flash_kernel(q_NXH: Tensor, k_NPH: Tensor, v_NPH: Tensor) -> tuple[Tensor, Tensor]:
+    """PyTorch's CPU kernel: output [N, X, H] and log-sum-exp [N, X]. Not a promised interface."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(q_NXH[None], k_NPH[None], v_NPH[None], scale=1.0)
+    return out[0], lse[0]
+
+
+@cache
+def flash_kernel_works() -> bool:
+    """Whether this PyTorch has that kernel and it computes what is expected; tried once."""
+    q, k, v = (torch.randn(2, n, 8, dtype=torch.bfloat16) for n in (3, 5, 5))
+    scores = (q @ k.transpose(1, 2)).float()
+    try:
+        out, lse = flash_kernel(q, k, v)
+        right = torch.allclose(lse.float(), scores.logsumexp(-1), atol=0.1)
+        return right and torch.allclose(out.float(), scores.softmax(-1) @ v.float(), atol=0.1)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False

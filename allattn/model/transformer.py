@@ -8,6 +8,7 @@ Shapes: B batch, T tokens of a segment, M remembered positions, S = M + T, D mod
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -82,6 +83,7 @@ class Block(nn.Module):
                 config.n_persistent,
                 config.attn_dropout,
                 config.attention,
+                config.persistent_share is not None,
             )
         if config.d_ff:
             self.feed_forward_norm = nn.LayerNorm(D)
@@ -301,6 +303,11 @@ def init_weights(model: TransformerLM) -> None:
                 nn.init.normal_(linear.weight, std=config.d_model**-0.5)
             nn.init.normal_(a.persistent_key, std=config.d_head**-0.5)
             nn.init.normal_(a.persistent_value, std=3 * config.n_persistent**-0.5)
+            if a.persistent_bias is not None:
+                # their share of a softmax over equal scores
+                odds = config.persistent_share / (1 - config.persistent_share)
+                bias = math.log(odds * config.content_keys / config.n_persistent)
+                nn.init.constant_(a.persistent_bias, bias)
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:
@@ -341,8 +348,7 @@ def flops_per_token(config: ModelConfig) -> int:
 def head_flops(config: ModelConfig) -> float:
     """What one head adds to `flops_per_token`."""
     D, H = config.d_model, config.d_head
-    keys = config.mem_len + 1 if config.same_length else config.mem_len + (config.seq_len + 1) / 2
-    return 8 * D * H + 6 * H * keys + 4 * H * config.n_persistent
+    return 8 * D * H + 6 * H * config.content_keys + 4 * H * config.n_persistent
 
 
 def feed_forward_flops(config: ModelConfig) -> int:

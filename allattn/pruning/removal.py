@@ -18,7 +18,8 @@ from allattn.config import ModelConfig
 HEAD_ROWS = ("query.weight", "key.weight", "value.weight", "position.weight")  # [N*H, D]
 HEAD_COLUMNS = ("output.weight",)  # [D, N*H]
 HEAD_FIRST = (
-    "content_bias", "position_bias", "persistent_key", "persistent_value", "gate.log_alpha",
+    "content_bias", "position_bias", "persistent_key", "persistent_value", "persistent_bias",
+    "gate.log_alpha",
 )  # fmt: skip
 _ATTENTION = re.compile(r"layers\.(\d+)\.(attention|attention_norm)\.(.+)")
 

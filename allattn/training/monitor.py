@@ -87,7 +87,7 @@ class Monitor:
         """Log a training line."""
         if not self.active:
             return
-        self._write(line)
+        self._write(line | {"heads_by_layer": open_by_layer})
         self.board.train(line, open_by_layer)
         text = f"loss {line['loss']:.4f}  ppl {line['ppl']:.2f}  heads {line['heads_open']}"
         if self.bar is not None:

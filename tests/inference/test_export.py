@@ -118,6 +118,17 @@ def test_all_heads_gone(make_config, train, tmp_path):
     assert load_pretrained(tmp_path / "none").config.heads == [0, 0]
 
 
+def test_a_persistent_bias_goes_with_its_head(make_config, train, tmp_path):
+    run = train(make_config("model.persistent_share=0.3"))
+    assert main(["export", str(run.folder), "--out", str(tmp_path / "out")]) == 0
+    model = load_pretrained(tmp_path / "out")
+    assert (model.config.persistent_share, sum(model.config.heads)) == (0.3, HEADS // 2)
+    found = {n: p for n, p in model.named_parameters() if n.endswith("persistent_bias")}
+    assert [len(p) for p in found.values()] == [n for n in model.config.heads if n]
+    assert len({float(x) for p in found.values() for x in p}) == HEADS // 2  # they were trained
+    assert torch.equal(log_probs(model), log_probs(load_pretrained(run.folder)))
+
+
 def test_changes_that_weights_do_not_depend_on(exported):
     model = load_pretrained(exported, seq_len=5, mem_len=40, clamp_len=9, same_length=True)
     assert (model.config.mem_len, model.config.clamp_len) == (40, 9)

@@ -81,10 +81,13 @@ def expected(
     H=st.integers(1, 4),
     clamp_len=st.none() | st.integers(1, 8),
     window=st.none() | st.integers(0, 6),
+    share=st.none() | st.floats(0.05, 0.95),
     seed=st.integers(0, 1000),
 )
-def test_any_shape_equals_loops(tiny_model, way, T, M, P, N, H, clamp_len, window, seed):
-    model = tiny_model(seed, attention=way, n_layers=1, n_heads=N, d_head=H, n_persistent=P)
+def test_any_shape_equals_loops(tiny_model, way, T, M, P, N, H, clamp_len, window, share, seed):
+    shape = {"n_heads": N, "d_head": H, "n_persistent": P}
+    share = share if P else None
+    model = tiny_model(seed, attention=way, n_layers=1, persistent_share=share, **shape)
     layer = model.layers[0].attention
     h = torch.randn(2, M + T, 8, dtype=torch.float64)
     actual = attend(layer, h, T, clamp_len, window)
@@ -118,13 +121,12 @@ def test_one_token_without_memory_or_persistent_vectors_returns_its_own_value(ti
 
 
 @every_way
-@pytest.mark.parametrize("P", [0, 3])
+@pytest.mark.parametrize(("P", "share"), [(0, None), (3, None), (3, 0.5)])
 @pytest.mark.parametrize("window", [None, 2])
-def test_gradients_equal_finite_differences_of_the_loops(tiny_model, way, P, window):
+def test_gradients_equal_finite_differences_of_the_loops(tiny_model, way, P, share, window):
     T, M = 3, 2
-    model = tiny_model(
-        attention=way, n_layers=1, d_model=4, n_heads=2, d_head=2, n_persistent=P, vocab_size=2
-    )
+    shape = {"n_layers": 1, "d_model": 4, "n_heads": 2, "d_head": 2, "vocab_size": 2}
+    model = tiny_model(attention=way, n_persistent=P, persistent_share=share, **shape)
     layer = model.layers[0].attention
     h = torch.randn(1, M + T, 4, dtype=torch.float64, requires_grad=True)
     pull = torch.randn(1, T, 4, dtype=torch.float64)

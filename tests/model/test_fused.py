@@ -30,12 +30,14 @@ def core(compiled: bool):
     return patch.object(kernel, "load", lambda: loaded)
 
 
-def make_layer(seed: int, N: int, H: int, P: int, size: float) -> Attention:
+def make_layer(seed: int, N: int, H: int, P: int, size: float, biased=False) -> Attention:
     torch.manual_seed(seed)
-    layer = Attention(6, N, H, P, dropout=0.0).double()
+    layer = Attention(6, N, H, P, dropout=0.0, persistent_bias=biased).double()
     for name, parameter in layer.named_parameters():
         scale = 1.0 if name.startswith(("persistent_key", "persistent_value")) else size
         torch.nn.init.normal_(parameter, std=scale * parameter.shape[-1] ** -0.5)
+    if biased:
+        torch.nn.init.normal_(layer.persistent_bias, mean=-1.0, std=size)
     return layer
 
 
@@ -74,13 +76,14 @@ shapes = st.fixed_dictionaries(
         "windowed": st.booleans(),
         "padded": st.booleans(),
         "by_sequence": st.booleans(),
+        "biased": st.booleans(),
         "seed": st.integers(0, 1000),
     }
 )
 
 
 def case(c, size: float):
-    layer = make_layer(c["seed"], c["N"], c["H"], c["P"], size)
+    layer = make_layer(c["seed"], c["N"], c["H"], c["P"], size, c["biased"] and c["P"] > 0)
     h = torch.randn(c["B"], c["M"] + c["T"], 6, dtype=torch.float64)
     weights = torch.randn(c["B"], c["T"], 6, dtype=torch.float64)
     window = c["M"] if c["windowed"] else None

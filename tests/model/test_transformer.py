@@ -440,6 +440,7 @@ SIZES = {
     "adaptive, one projected cluster": {"embedding": "adaptive", "div_value": 2},
     "learned transformer-xl": {"position": "learned", **TRANSFORMER_XL},
     "no head": {"n_heads": [0, 0]},
+    "persistent bias": {"persistent_share": 0.5, "n_heads": [2, 1]},
 }
 
 
@@ -457,7 +458,9 @@ def test_parameter_counts_follow_the_formula(tiny_config, size):
     assert parts["attention"] + parts["persistent"] == (
         sum(config.heads) * oracles.head_parameters(config)
     )
-    assert parts["persistent"] == sum(config.heads) * 2 * config.n_persistent * config.d_head
+    vectors = 2 * config.n_persistent * config.d_head
+    bias = config.persistent_share is not None
+    assert parts["persistent"] == sum(config.heads) * (vectors + bias)
     assert parts["positions"] == (
         model.position_table.numel() if config.position == "learned" else 0
     )
@@ -526,6 +529,26 @@ def test_initial_values_of_the_family(tiny_config, family):
         else:  # output, u and w, feed-forward, embedding, table
             assert std == pytest.approx(0.02, rel=0.2 if value.numel() < 1000 else 0.05), name
     assert any("persistent" in name for name in stds(model)) == (family == "all-attention")
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_persistent_share_is_their_share_of_a_flat_softmax(tiny_config, share):
+    config = tiny_config(persistent_share=share, same_length=True)  # all queries see as many keys
+    model = TransformerLM(config).double()
+    for layer in model.layers:
+        torch.nn.init.zeros_(layer.attention.query.weight)
+        torch.nn.init.zeros_(layer.attention.content_bias)
+        torch.nn.init.zeros_(layer.attention.position_bias)
+    memory = model(tokens(1, config.mem_len)).memory
+    seen = []
+
+    def look(_, weights):
+        seen.append(weights[..., -config.n_persistent :].sum(-1))
+        return weights
+
+    with watched(model, look):
+        model(tokens(1, config.seq_len), memory=memory)
+    torch.testing.assert_close(torch.stack(seen), torch.full_like(torch.stack(seen), share))
 
 
 @pytest.mark.parametrize("div_value", [1, 2])

@@ -22,6 +22,7 @@ FAMILIES = {
     "all-attention": {},
     "transformer-xl": {"n_persistent": 0, "d_ff": 10},
     "hybrid": {"d_ff": 10},
+    "biased": {"persistent_share": 0.5},
     "adaptive": {"embedding": "adaptive", "cutoffs": [4, 8], "div_value": 2},
     "learned": {"position": "learned"},
 }

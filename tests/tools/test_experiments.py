@@ -1,0 +1,127 @@
+"""tools/experiments/run.py: every claim is well formed; a shared first stage changes nothing."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from runs import DENSE_END, STEPS
+from safetensors.torch import load_file
+
+from allattn.training.state import read_json
+
+FOLDER = Path(__file__).resolve().parents[2] / "tools" / "experiments"
+CLAIMS = sorted(path.parent.name for path in FOLDER.glob("*/experiment.yaml"))
+
+
+@pytest.fixture(scope="module")
+def run():
+    """The module, as a script has it."""
+    sys.path.insert(0, str(FOLDER))
+    yield importlib.import_module("run")
+    sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture
+def experiment(tiny_yaml, tmp_path):
+    """A folder with a first stage and a run that goes on from it."""
+
+    def write(**second):
+        folder = tmp_path / "experiment"
+        folder.mkdir(exist_ok=True)
+        first = {"name": "trunk", "config": str(tiny_yaml), "stages": 1}
+        second = {"name": "run", "config": str(tiny_yaml), "after": "trunk", "group": "g", **second}
+        value = {"claim": "It works", "report": "size", "seeds": [3], "runs": [first, second]}
+        (folder / "experiment.yaml").write_text(yaml.safe_dump(value), encoding="utf-8")
+        return folder
+
+    return write
+
+
+def test_the_claims_are_there():
+    assert [name[:6] for name in CLAIMS] == [f"claim{i}" for i in range(1, 7)]
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+@pytest.mark.parametrize("smoke", [False, True])
+def test_every_run_is_valid_and_has_the_same_budget(run, claim, smoke, tmp_path):
+    made = run.load_experiment(FOLDER / claim, tmp_path, [], None, smoke)
+    assert made.report in run.REPORTS
+    tokens = {
+        r.steps * r.config.train.batch_size * r.config.model.seq_len
+        for r in made.runs
+        if "stages" not in r.entry
+    }
+    assert len(tokens) == 1 or smoke
+    names = {r.name for r in made.runs}
+    for r in made.runs:
+        assert r.after is None or r.after in names
+        structure = r.config.run.init_structure
+        assert structure is None or Path(structure).name in names
+
+
+def test_claims_share_runs_of_one_config(run, tmp_path):
+    found = {}
+    for claim in CLAIMS:
+        for r in run.load_experiment(FOLDER / claim, tmp_path, [], None, False).runs:
+            assert found.setdefault(r.name, r.config) == r.config, r.name
+
+
+def test_going_on_after_a_shared_stage_is_the_run_itself(
+    run, experiment, tiny_yaml, tiny_corpus, finished_run, tmp_path, capsys
+):
+    folder, runs = experiment(), tmp_path / "runs"
+    argv = [str(folder), "--data", str(tiny_corpus), "--runs", str(runs), "train.save_every=1"]
+    assert run.main(argv) == 0
+    own, wanted = (
+        load_file(p / "final" / "model.safetensors") for p in (runs / "run-s3", finished_run)
+    )
+    assert own.keys() == wanted.keys() and all(own[n].equal(wanted[n]) for n in own)
+    found = read_json(folder / "results.json")
+    assert found["missing"] == [] and found["circumstances"]["torch"] and not found["smoke"]
+    trunk, row = found["runs"]
+    assert (trunk["steps"], row["steps"], row["after"]) == (DENSE_END, STEPS, "trunk-s3")
+    assert row["seed"] == 3 and row["valid_curve"][-1][0] == STEPS and sum(row["heads"]) == 4
+    assert 0 < row["train_seconds"] and 0 < row["wall_seconds"]
+    assert row["valid_curve"][0] == trunk["valid_curve"][-1]  # of the stage that they share
+    assert f"| run, seed 3 | {STEPS} | 4 |" in (folder / "table.md").read_text()
+    assert (folder / "plot.png").stat().st_size > 1000
+
+    capsys.readouterr()
+    assert run.main(argv) == 0
+    assert capsys.readouterr().err.count("finished before") == 2
+    experiment(set=["stages[1].prune.keep=0.25"])  # not the run of this name any more
+    assert run.main(argv) == 2
+    assert "another config" in capsys.readouterr().err
+
+    for name, report in run.REPORTS.items():
+        if name != "removable":  # prunes: `slow`
+            made = run.load_experiment(experiment(), runs, argv[5:], None, False)
+            assert "run, seed 3" in report(made, found), name
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"setting": []}, "unknown ['setting']"),
+        ({"after": "nothing"}, "no run nothing-s3 before it"),
+        ({"name": "trunk"}, "two runs are named trunk-s3"),
+        ({"set": ["stages[1].prune.kep=1"]}, "did you mean keep?"),
+    ],
+)
+def test_a_wrong_entry_starts_nothing(run, experiment, tmp_path, capsys, change, words):
+    assert run.main([str(experiment(**change)), "--runs", str(tmp_path / "runs")]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_smoke(run, claim, tiny_corpus, tmp_path):
+    argv = [claim, "--smoke", "--data", str(tiny_corpus), "--runs", str(tmp_path)]
+    assert run.main(argv) == 0
+    folder = tmp_path / f"smoke-{claim}"
+    assert read_json(folder / "results.json")["smoke"] and (folder / "plot.png").exists()

@@ -1,0 +1,216 @@
+"""Tables and plots of an experiment, from its results alone: `table.md`, `plot.png`."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from runner import Experiment, Run, metrics
+
+from allattn.config import PruneConfig
+from allattn.data.lanes import Corpus
+from allattn.inference.load import open_source
+from allattn.inference.prune import prune
+from allattn.training.state import checkpoints_of, read_json, write_json
+
+Row = dict[str, Any]
+PERPLEXITIES = ("valid_ppl", "test_ppl", "word_ppl")
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """A table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def run_table(results: dict[str, Any]) -> str:
+    """Every run; perplexities are per token, word ppl per word of the test split."""
+    rows = [
+        [
+            f"{row['label']}, seed {row['seed']}", str(row["steps"]), str(sum(row["heads"])),
+            " ".join(map(str, row["heads"])), f"{row['params_non_embedding']:,}",
+            *("-" if row[key] is None else f"{row[key]:.2f}" for key in PERPLEXITIES),
+            f"{row['tokens_per_second']:,.0f}", f"{row['train_seconds']:,.0f}",
+            f"{row['wall_seconds']:,.0f}",
+        ]
+        for row in results["runs"]
+    ]  # fmt: skip
+    head = ["run", "steps", "heads", "by layer", "parameters", "valid ppl", "test ppl", "word ppl",
+            "eval tokens/s", "train s", "own wall s"]  # fmt: skip
+    return markdown(head, rows)
+
+
+def means(results: dict[str, Any], key: str) -> dict[str, tuple[Row, float, int]]:
+    """For each entry: its first row, the mean over seeds, how many there are."""
+    found: dict[str, list[Row]] = {}
+    for row in results["runs"]:
+        found.setdefault(row["name"], []).append(row)
+    return {
+        name: (rows[0], statistics.fmean(row[key] for row in rows), len(rows))
+        for name, rows in found.items()
+    }
+
+
+def size(experiment: Experiment, results: dict[str, Any]) -> str:
+    """Test perplexity against parameters outside the embeddings, a line a group."""
+    figure, axes = plt.subplots(figsize=(6.5, 4.5), layout="constrained")
+    by_group: dict[str, list[tuple[float, float]]] = {}
+    for row, ppl, _ in means(results, "test_ppl").values():
+        if row["group"]:
+            by_group.setdefault(row["group"], []).append((row["params_non_embedding"] / 1e6, ppl))
+    for group, points in by_group.items():
+        points.sort()
+        axes.plot([x for x, _ in points], [y for _, y in points], "o-", label=group)
+    axes.set_xlabel("parameters outside the embeddings (millions)")
+    axes.set_ylabel("test perplexity a token")
+    if by_group:
+        axes.legend()
+    figure.savefig(experiment.folder / "plot.png", dpi=150)
+    plt.close(figure)
+    return run_table(results)
+
+
+def bars(experiment: Experiment, results: dict[str, Any]) -> str:
+    """Test perplexity of every entry, groups side by side."""
+    rows = [(row, ppl) for row, ppl, _ in means(results, "test_ppl").values() if row["group"]]
+    groups = list(dict.fromkeys(row["group"] for row, _ in rows))
+    figure, panels = plt.subplots(
+        1, max(len(groups), 1), figsize=(3 + 3.5 * max(len(groups), 1), 4), layout="constrained",
+        squeeze=False,
+    )  # fmt: skip
+    for axes, group in zip(panels[0], groups, strict=False):
+        members = sorted(((r, p) for r, p in rows if r["group"] == group), key=lambda x: -x[1])
+        axes.barh([row["label"] for row, _ in members], [ppl for _, ppl in members])
+        low = min(ppl for _, ppl in members)
+        axes.set_xlim(0.9 * low, None)
+        axes.set_title(group)
+        axes.set_xlabel("test perplexity a token")
+    figure.savefig(experiment.folder / "plot.png", dpi=150)
+    plt.close(figure)
+    return run_table(results)
+
+
+def heads(experiment: Experiment, results: dict[str, Any]) -> str:
+    """How many heads each layer has open as training goes on, a panel a run."""
+    shown = [run for run in experiment.runs if experiment.finished(run) and run.after]
+    figure, panels = plt.subplots(
+        max(len(shown), 1), 1, figsize=(7, 1 + 1.9 * max(len(shown), 1)), layout="constrained",
+        squeeze=False,
+    )  # fmt: skip
+    for axes, run in zip(panels[:, 0], shown, strict=False):
+        _head_picture(axes, experiment, run)
+    figure.savefig(experiment.folder / "plot.png", dpi=150)
+    plt.close(figure)
+    return run_table(results)
+
+
+def _head_picture(axes: Axes, experiment: Experiment, run: Run) -> None:
+    lines = [x for x in metrics(experiment.path(run)) if "heads_by_layer" in x]
+    steps = [line["step"] for line in lines]
+    counts = [line["heads_by_layer"] for line in lines]
+    for layer in range(len(counts[0]) if counts else 0):
+        axes.plot(steps, [by_layer[layer] for by_layer in counts], label=f"layer {layer}")
+    axes.set_title(run.entry.get("label", run.name), fontsize=9)
+    axes.set_ylabel("open heads", fontsize=8)
+    axes.legend(fontsize=6, ncols=6, loc="lower left")
+
+
+def removable(experiment: Experiment, results: dict[str, Any]) -> str:
+    """Heads that can go without training at under 1% of loss, checkpoint by checkpoint (Michel).
+
+    What was found is kept beside each checkpoint: a second call only draws.
+    """
+    shares = [0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]
+    shares = [0.75, 0.5] if experiment.smoke else shares
+    figure, axes = plt.subplots(figsize=(6.5, 4.5), layout="constrained")
+    rows, curves = [], []
+    for run in experiment.runs:
+        if not experiment.finished(run):
+            continue
+        for checkpoint in checkpoints_of(experiment.path(run)):
+            curve = _curve(checkpoint, run, [1.0, *shares])
+            curves.append({"run": run.name, "step": curve[0]["step"], "curve": curve})
+            dense = curve[0]
+            last = _last_fine(curve)
+            rows.append([
+                run.entry.get("label", run.name), str(dense["step"]), f"{dense['ppl']:.2f}",
+                f"{1 - sum(last['heads']) / sum(dense['heads']):.0%}", f"{last['ppl']:.2f}",
+                f"{1 - last['flops_per_token'] / dense['flops_per_token']:.0%}",
+                f"{1 - dense['tokens_per_second'] / last['tokens_per_second']:.0%}",
+            ])  # fmt: skip
+            axes.plot(
+                [1 - sum(x["heads"]) / sum(dense["heads"]) for x in curve],
+                [x["loss"] / dense["loss"] - 1 for x in curve],
+                "o-",
+                label=f"{run.entry.get('label', run.name)}, step {dense['step']}",
+            )
+    axes.axhline(0.01, color="grey", lw=1)
+    axes.set_ylim(-0.005, 0.1)
+    axes.set_xlabel("share of heads removed, no training after")
+    axes.set_ylabel("relative increase of the valid loss")
+    if rows:
+        axes.legend(fontsize=7)
+    figure.savefig(experiment.folder / "plot.png", dpi=150)
+    plt.close(figure)
+    results["curves"] = curves
+    head = ["model", "step", "ppl", "heads removable", "ppl then", "FLOPs saved", "time saved"]
+    return markdown(head, rows) + "\n" + run_table(results)
+
+
+def _last_fine(curve: list[Row]) -> Row:
+    """The last share before the first that costs 1% or more, whatever lies beyond that."""
+    limit = 1.01 * curve[0]["loss"]
+    return list(itertools.takewhile(lambda x: x["loss"] < limit, curve))[-1]
+
+
+def _curve(checkpoint: Path, run: Run, shares: list[float]) -> list[Row]:
+    """Loss, size and evaluation time of a checkpoint at falling shares of heads."""
+    kept = checkpoint.parent.parent / f"removable_{checkpoint.name}.json"
+    if not kept.exists():
+        source, corpus = open_source(str(checkpoint)), Corpus(run.config.data.dir)
+        batches = 1 if run.config.train.batch_size == 2 else 8
+        settings = PruneConfig(method="importance", batches=batches)
+        rows = prune(source, corpus, settings, "keep", shares)
+        step = int(checkpoint.name.removeprefix("step_"))
+        write_json(kept, [row | {"step": step} for row in rows])
+    return read_json(kept)
+
+
+def duration(experiment: Experiment, results: dict[str, Any]) -> str:
+    """Training time of every run, and its throughput as training goes on."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    shown = [row for row in results["runs"] if row["group"]]
+    left.barh([row["label"] for row in shown], [row["train_seconds"] for row in shown])
+    left.set_xlabel("seconds of training, evaluation left out")
+    for run in experiment.runs:
+        if run.entry.get("group") and experiment.finished(run):
+            lines = [x for x in metrics(experiment.path(run)) if x.get("split") == "train"]
+            right.plot(
+                [x["step"] for x in lines],
+                [x["tokens_per_second"] for x in lines],
+                label=run.entry.get("label", run.name),
+            )
+    right.set_xlabel("step")
+    right.set_ylabel("tokens a second")
+    if shown:
+        right.legend()
+    figure.savefig(experiment.folder / "plot.png", dpi=150)
+    plt.close(figure)
+    return run_table(results)
+
+
+REPORTS: dict[str, Callable[[Experiment, dict[str, Any]], str]] = {
+    "size": size,
+    "bars": bars,
+    "heads": heads,
+    "removable": removable,
+    "time": duration,
+}

@@ -1,0 +1,86 @@
+"""Train or resume all runs of an experiment, then write what came of them.
+
+    python tools/experiments/run.py claim1_figure --data data/wikitext-2-sp4000
+    python tools/experiments/run.py claim1_figure --smoke       # a few steps of everything
+    python tools/experiments/run.py claim1_figure --seeds 1 2   # instead of the experiment's own
+    python tools/experiments/run.py claim1_figure --list        # runs, steps, sizes; no training
+
+Finished runs are not trained again: stop it whenever you like. Experiments share their runs: one of
+the same name is the same run. It writes `results.json`, `table.md` and `plot.png` into the
+experiment's folder (`--smoke`: below the runs). Exit status 1 if a run failed. The data of all of
+them:
+
+    allattn prepare --dataset wikitext-2 --source DIR --tokenizer sentencepiece --vocab-size 4000 \\
+        --out data/wikitext-2-sp4000
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where this is imported by a path
+
+from report import REPORTS
+from runner import HERE, Experiment, load_experiment, results, train_missing
+
+from allattn.config import ConfigError, with_vocabulary
+from allattn.data.lanes import Corpus
+from allattn.model.transformer import count_parameters
+from allattn.training.state import write_json
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("experiment", help="a folder's name here, or a path")
+    parser.add_argument("--data", default="data/wikitext-2-sp4000", help="a prepared corpus")
+    parser.add_argument("--runs", default="runs/experiments", help="where all runs' folders are")
+    parser.add_argument("--seeds", type=int, nargs="+", help="instead of the experiment's")
+    parser.add_argument("--smoke", action="store_true", help="a few steps a stage")
+    parser.add_argument("--list", action="store_true", help="only say what would be run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
+    args = parser.parse_intermixed_args(argv)
+    folder = HERE / args.experiment if (HERE / args.experiment).is_dir() else Path(args.experiment)
+    runs_dir = Path(args.runs) / f"smoke-{folder.name}" if args.smoke else Path(args.runs)
+    overrides = [f"data.dir={args.data}", *args.overrides]
+    try:
+        experiment = load_experiment(folder, runs_dir, overrides, args.seeds, args.smoke)
+    except (ConfigError, OSError) as error:
+        print(f"experiments: error: {error}", file=sys.stderr)
+        return 2
+    if args.list:
+        describe(experiment)
+        return 0
+    try:
+        failed = train_missing(experiment)
+    except ConfigError as error:
+        print(f"experiments: error: {error}", file=sys.stderr)
+        return 2
+    found = results(experiment)
+    if experiment.smoke:
+        experiment = dataclasses.replace(experiment, folder=runs_dir)
+    table = REPORTS[experiment.report](experiment, found)
+    write_json(experiment.folder / "results.json", found)
+    head = f"# {experiment.claim}\n\n" + ("A smoke test: no result.\n\n" if args.smoke else "")
+    (experiment.folder / "table.md").write_text(head + table, encoding="utf-8")
+    print(table)
+    return 1 if failed else 0
+
+
+def describe(experiment: Experiment) -> None:
+    """A line a run."""
+    for run in experiment.runs:
+        model = run.config.model
+        model = with_vocabulary(model, Corpus(run.config.data.dir).vocab_size, run.config.data.dir)
+        parts = count_parameters(model)
+        size = sum(parts.values()) - parts["vocabulary"]
+        after = f" after {run.after}" if run.after else ""
+        done = "finished" if experiment.finished(run) else "to do"
+        print(f"{run.name:36} {run.steps:6} steps{after:20} {size:10,} parameters  {done}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,313 @@
+"""Runs of an experiment: what they are, training or resuming what is missing, what came of them.
+
+An experiment is a folder with an `experiment.yaml`:
+
+    claim: what the papers say
+    report: size | heads | bars | removable | time      (`report.py` makes table and plot)
+    seeds: [1]                                          (for runs that name none)
+    runs:
+      - {name: dense, config: all_attention.yaml}
+      - {name: trunk, config: all_attention_pruned.yaml, stages: 1}
+      - {name: half, config: all_attention_pruned.yaml, after: trunk, seeds: [1, 2],
+         set: ["stages[1].prune.keep=0.5"]}
+
+`stages: n` trains the first n stages alone. `after: RUN` goes on from where that run of the same
+seed ended, bit for bit as if it had begun itself: the stages done must be the same, so a dense
+stage that many runs share is trained once. `{RUNS}` in a setting is the folder of the runs,
+`{SEED}` the seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from allattn.config import Config, ConfigError, load_config, save_config, validate
+from allattn.inference.compare import compare
+from allattn.training.state import checkpoints_of, read_json, write_json
+
+HERE = Path(__file__).resolve().parent
+KEYS = {"name", "config", "stages", "after", "seeds", "set", "group", "label"}
+
+
+@dataclass
+class Run:
+    """One run of an experiment.
+
+    Attributes:
+        name: of its folder: the entry's name and the seed.
+        entry: as in `experiment.yaml`.
+        config: resolved, with its own stages.
+        after: the run whose last checkpoint it goes on from.
+    """
+
+    name: str
+    entry: dict[str, Any]
+    config: Config
+    after: str | None = None
+
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+        return self.config.run.seed
+
+    @property
+    def steps(self) -> int:
+        """Of all stages, those of `after` included."""
+        return sum(stage.steps for stage in self.config.stages)
+
+
+@dataclass
+class Experiment:
+    """A folder's `experiment.yaml`, resolved.
+
+    Attributes:
+        folder: where it is.
+        claim: in words.
+        report: which of `report.py`'s reports.
+        runs: in the order of training.
+        runs_dir: where the runs' folders are.
+        smoke: only a few steps: shows that the command works, and nothing else.
+    """
+
+    folder: Path
+    claim: str
+    report: str
+    runs: list[Run]
+    runs_dir: Path
+    smoke: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def path(self, run: Run) -> Path:
+        """A run's folder."""
+        return self.runs_dir / run.name
+
+    def finished(self, run: Run) -> bool:
+        """Whether it wrote its final model."""
+        return (self.path(run) / "final" / "config.json").exists()
+
+
+def load_experiment(
+    folder: Path, runs_dir: Path, overrides: list[str], seeds: list[int] | None, smoke: bool
+) -> Experiment:
+    """Read and check an experiment; nothing starts before all of its configs are valid.
+
+    Args:
+        folder: of `experiment.yaml`.
+        runs_dir: for the runs.
+        overrides: for every run, before its own.
+        seeds: instead of those of the file.
+        smoke: a few steps a stage.
+
+    Raises:
+        ConfigError: naming the entry and what is wrong with it.
+    """
+    path = folder / "experiment.yaml"
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    runs: dict[str, Run] = {}
+    for entry in data["runs"]:
+        if unknown := set(entry) - KEYS:
+            raise ConfigError(f"{path}: run {entry.get('name')}: unknown {sorted(unknown)}")
+        for seed in seeds or entry.get("seeds") or data.get("seeds", [1]):
+            run = _run(path, entry, seed, runs_dir, overrides, smoke)
+            if run.name in runs:
+                raise ConfigError(f"{path}: two runs are named {run.name}")
+            if run.after is not None and run.after not in runs:
+                raise ConfigError(f"{path}: run {run.name}: no run {run.after} before it")
+            runs[run.name] = run
+    known = {"claim", "report", "seeds", "runs"}
+    options = {key: value for key, value in data.items() if key not in known}
+    return Experiment(
+        folder, data["claim"], data["report"], list(runs.values()), runs_dir, smoke, options
+    )
+
+
+def _run(
+    path: Path, entry: dict[str, Any], seed: int, runs_dir: Path, overrides: list[str], smoke: bool
+) -> Run:
+    name = f"{entry['name']}-s{seed}"
+    own = [
+        text.replace("{RUNS}", str(runs_dir)).replace("{SEED}", str(seed))
+        for text in entry.get("set", [])
+    ]
+    own += [f"run.name={name}", f"run.dir={runs_dir}", f"run.seed={seed}"]
+    try:
+        config = load_config(path.parent / entry["config"], [*overrides, *own])
+    except ConfigError as error:
+        raise ConfigError(f"{path}: run {name}: {error}") from None
+    config.stages = config.stages[: entry.get("stages")]
+    if smoke:
+        shrink(config)
+        validate(config)
+    after = f"{entry['after']}-s{seed}" if "after" in entry else None
+    return Run(name, entry, config, after)
+
+
+def shrink(config: Config) -> None:
+    """A run of a few steps, of the same parts."""
+    config.train.batch_size = 2
+    config.train.eval_every = config.train.save_every = 4
+    for stage in config.stages:
+        stage.steps, stage.lr.warmup_steps = 8, min(stage.lr.warmup_steps, 2)
+        if stage.prune is None:
+            continue
+        stage.prune.warmup_steps = min(stage.prune.warmup_steps, 4)
+        if stage.prune.method == "importance":
+            stage.prune.batches = 1
+        stage.prune.every = 4 if stage.prune.every else None
+        if isinstance(stage.prune.remove, dict):
+            stage.prune.remove, stage.prune.patience = {"every": 2}, 1
+
+
+def train_missing(experiment: Experiment) -> list[str]:
+    """Train, or go on with, every run that is not finished; names of those that failed.
+
+    Each is a process of its own, with its log beside its folder. Seconds add up over restarts in
+    `seconds.json`.
+    """
+    experiment.runs_dir.mkdir(parents=True, exist_ok=True)
+    failed: list[str] = []
+    for i, run in enumerate(experiment.runs, 1):
+        where = f"[{i}/{len(experiment.runs)}] {run.name}"
+        config, log = (experiment.runs_dir / f"{run.name}{end}" for end in (".yaml", ".log"))
+        if config.exists() and load_config(config) != run.config:
+            raise ConfigError(f"{config}: a run of this name has another config; give other --runs")
+        if experiment.finished(run):
+            print(f"{where}: finished before", file=sys.stderr)
+            continue
+        if run.after in failed:
+            print(f"{where}: left out, {run.after} failed", file=sys.stderr)
+            failed.append(run.name)
+            continue
+        if run.after is not None:
+            fork(experiment.runs_dir / run.after, experiment.path(run))
+        save_config(run.config, config)
+        print(f"{where}: {run.steps} steps, log in {log}", file=sys.stderr)
+        command = [sys.executable, "-m", "allattn", "train", str(config), "--resume"]
+        started = time.time()
+        with log.open("a", encoding="utf-8") as output:
+            status = subprocess.run(command, stdout=output, stderr=output, check=False).returncode
+        _add_seconds(experiment.runs_dir / "seconds.json", run.name, time.time() - started)
+        if status:
+            failed.append(run.name)
+            print(f"{where}: failed, status {status}", file=sys.stderr)
+    return failed
+
+
+def fork(source: Path, target: Path) -> None:
+    """A run's folder that begins where another one ended; one that has begun is left alone."""
+    if target.exists():
+        return
+    last = checkpoints_of(source)[-1]
+    partial = target.with_name(target.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    shutil.copytree(last, partial / "checkpoints" / last.name)
+    shutil.copy(source / "metrics.jsonl", partial / "metrics.jsonl")
+    partial.rename(target)
+
+
+def _add_seconds(path: Path, name: str, seconds: float) -> None:
+    known = read_json(path) if path.exists() else {}
+    write_json(path, known | {name: known.get(name, 0.0) + seconds})
+
+
+def results(experiment: Experiment) -> dict[str, Any]:
+    """What came of the finished runs, and under which circumstances.
+
+    A run is evaluated once; what was found is kept beside it, in `row.json`.
+    """
+    seconds = experiment.runs_dir / "seconds.json"
+    wall = read_json(seconds) if seconds.exists() else {}
+    rows = []
+    for run in experiment.runs:
+        if not experiment.finished(run):
+            continue
+        folder = experiment.path(run)
+        kept = folder / "row.json"
+        if not kept.exists():
+            row = compare([f"{run.name}={folder}"], folder / "compare", run.config.data.dir)[0]
+            write_json(kept, row)
+        tokens = run.steps * run.config.train.batch_size * run.config.model.seq_len
+        own = {
+            "name": run.entry["name"],
+            "group": run.entry.get("group", ""),
+            "label": run.entry.get("label", run.entry["name"]),
+            "seed": run.seed,
+            "steps": run.steps,
+            "train_tokens": tokens,
+            # of this run alone: what it shares with `after` is counted there
+            "wall_seconds": round(wall.get(run.name, 0.0), 1),
+            "after": run.after,
+            "train_seconds": round(train_seconds(run, folder), 1),
+            "settings": run.entry.get("set", []),
+            "config": run.entry["config"],
+            "valid_curve": [
+                [line["step"], round(line["ppl"], 3)]
+                for line in metrics(folder)
+                if line.get("split") == "valid"
+            ],
+        }
+        rows.append(own | read_json(kept))
+    return {
+        "claim": experiment.claim,
+        "smoke": experiment.smoke,
+        "circumstances": circumstances(),
+        "runs": rows,
+        "missing": [run.name for run in experiment.runs if not experiment.finished(run)],
+    }
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl of a run."""
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def train_seconds(run: Run, folder: Path) -> float:
+    """Time in optimiser steps, from the logged throughput: evaluation and saving left out."""
+    size = run.config.train.batch_size * run.config.model.seq_len
+    lines = [x for x in metrics(folder) if x.get("split") == "train"]
+    done = [0, *(x["step"] for x in lines)]
+    return sum(
+        (line["step"] - before) * size / line["tokens_per_second"]
+        for before, line in zip(done, lines, strict=False)
+    )
+
+
+def circumstances() -> dict[str, Any]:
+    """Machine, commit, date."""
+    cpu = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu = next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass  # not Linux: what Python knows will do
+    git = ["git", "-C", str(HERE)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    status = subprocess.run(
+        [*git, "status", "--porcelain", "--", "allattn"], capture_output=True, text=True
+    ).stdout
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": commit.strip() or None,
+        "package_changed_since": bool(status.strip()),
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": cuda,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
