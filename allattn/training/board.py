@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
@@ -43,6 +44,8 @@ TRAIN_TAGS = {
 SIZE_TAGS = {"params_non_embedding": "size/params_non_embedding", "keep": "size/keep"}
 # what a sweep's runs are sorted by: TensorBoard takes each tag's last value
 RESULTS = ["valid/ppl", *SIZE_TAGS.values()]
+# TensorBoard lists these first, and shows the first five of what it lists
+VARIED = (".method", ".keep", ".keep_params", ".keep_flops", ".penalty", ".lr", "run.seed")
 LAYOUT = {
     "pruning": {
         "sparsity: target and reached": [
@@ -92,8 +95,7 @@ class Board:
             ]
             table = ["| stage | steps | what |", "| --- | --- | --- |", *rows]
             writer.add_text("stages", "\n".join(table), step)
-            # the end of the session is left out: nobody can promise it
-            for summary in hparams(hyperparameters(config), dict.fromkeys(RESULTS, 0.0))[:2]:
+            for summary in _hparams_summaries(hyperparameters(config)):
                 writer.file_writer.add_summary(summary)
 
     def train(self, line: dict[str, Any], open_by_layer: list[int]) -> None:
@@ -179,6 +181,17 @@ def hyperparameters(config: Config) -> dict[str, int | float | str]:
     for name in ("model", "train", "stages"):
         sections[name] = dataclasses.asdict(config)[name]
     return dict(_leaves("", sections))
+
+
+def _hparams_summaries(named: dict[str, int | float | str]) -> list[Any]:
+    """What the HParams page is made of; the end of a session is left out: nobody can promise it."""
+    experiment, start, _ = hparams(named, dict.fromkeys(RESULTS, 0.0))
+    plugin = experiment.value[0].metadata.plugin_data
+    data = HParamsPluginData.FromString(plugin.content)
+    for info in data.experiment.hparam_infos:
+        info.differs = info.name.endswith(VARIED)
+    plugin.content = data.SerializeToString()
+    return [experiment, start]
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, int | float | str]]:

@@ -25,7 +25,7 @@ from allattn.training.live import LiveModel
 from allattn.training.ranks import World
 
 PIECES, QUERIES = 4, 64  # how much text the share of persistent vectors is measured on
-PROMPT, NEW = 16, 48  # tokens of a text sample
+PROMPT, NEW = 16, 32  # tokens of a text sample: the dearest part, a few milliseconds each
 TEMPERATURE, TOP_K = 0.8, 40
 LEAST = -1e4  # stands for log-probabilities that are no numbers
 

@@ -125,6 +125,11 @@ def test_texts_layout_and_hyperparameters(finished_run, board):
     results = {metric.name.tag for metric in experiment.metric_infos}
     assert results == {"valid/ppl", "size/params_non_embedding", "size/keep"}
     assert results <= set(board.Tags()["scalars"])
+    first = {info.name for info in experiment.hparam_infos if info.differs}
+    assert first == {
+        "run.seed", "stages[1].prune.keep", "stages[1].prune.method", "train.optimizer.lr",
+    }  # fmt: skip
+    assert {info.name for info in experiment.hparam_infos} == set(start.hparams)
 
 
 def test_hyperparameters_are_named_as_overrides(tiny_yaml):
