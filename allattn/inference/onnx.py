@@ -58,6 +58,7 @@ def to_onnx(program: Program) -> Any:
                 input_names=["ids", "wanted", *names],
                 output_names=["log_probs", *(f"next_{name}" for name in names)],
                 opset_version=18,
+                optimize=True,  # not the default before PyTorch 2.7
                 verbose=False,
             )
         except torch.onnx.OnnxExporterError as error:
@@ -103,6 +104,7 @@ def quantise(plain: Path, out: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     proto = onnx.load(plain)
+    _without_gemm(proto)
     ranks = {tensor.name: len(tensor.dims) for tensor in proto.graph.initializer}
     stacks = [
         n.name for n in proto.graph.node if n.op_type == "MatMul" and ranks.get(n.input[1], 2) > 2
@@ -111,12 +113,45 @@ def quantise(plain: Path, out: Path) -> None:
     logging.getLogger().setLevel(logging.ERROR)  # its advice is for graphs of another kind
     try:
         half = plain.with_suffix(".half.onnx")
+        onnx.save(proto, half)
         common: dict[str, Any] = {"weight_type": QuantType.QInt8}
-        quantize_dynamic(plain, half, nodes_to_exclude=stacks, per_channel=True, **common)
+        quantize_dynamic(half, half, nodes_to_exclude=stacks, per_channel=True, **common)
         quantize_dynamic(half, out, nodes_to_quantize=stacks, **common)
     finally:
         logging.getLogger().setLevel(level)
     half.unlink()
+
+
+def _without_gemm(proto: Any) -> None:
+    """Turn Gemm into MatMul and Add, with a transposed weight of its own.
+
+    quantize_dynamic does so too, but older ones transpose the weight where it is: that of tied
+    embeddings has another user.
+    """
+    from onnx import helper, numpy_helper
+
+    weights = {tensor.name: tensor for tensor in proto.graph.initializer}
+    nodes = []
+    for node in proto.graph.node:
+        if node.op_type != "Gemm":
+            nodes.append(node)
+            continue
+        given = {
+            attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute
+        }
+        assert given.get("transB") == 1 and not given.get("transA"), given
+        assert given.get("alpha", 1.0) == given.get("beta", 1.0) == 1.0, given
+        x, weight, bias = node.input
+        name, product = f"{node.name}_weight", f"{node.name}_product"
+        values = numpy_helper.to_array(weights[weight]).T.copy()
+        proto.graph.initializer.append(numpy_helper.from_array(values, name))
+        nodes.append(helper.make_node("MatMul", [x, name], [product], f"{node.name}_matmul"))
+        nodes.append(helper.make_node("Add", [product, bias], node.output, f"{node.name}_add"))
+    used = {name for node in nodes for name in node.input}
+    kept = [tensor for tensor in proto.graph.initializer if tensor.name in used]
+    del proto.graph.node[:], proto.graph.initializer[:]
+    proto.graph.node.extend(nodes)
+    proto.graph.initializer.extend(kept)
 
 
 def session_call(path: Path) -> Call:

@@ -76,7 +76,9 @@ class Program(nn.Module):
                 continue
             memory = _Held(next(fixed), held.pop(0), held.pop(0), M + T)
             x = layer(x, memory, None, visible)
-            following += [kept.narrow(2, T, M) for kept in (memory.keys, memory.values)]
+            # a program compiled ahead takes it that what it is given is contiguous
+            kept = (memory.keys, memory.values)
+            following += [held_BNSH.narrow(2, T, M).contiguous() for held_BNSH in kept]
         h = self.norm(x).index_select(1, wanted)
         # in two dimensions a matrix product with the vocabulary needs no transposed copy of it
         log_probs = self.vocabulary.log_probs(h.flatten(0, 1))
@@ -108,7 +110,8 @@ class _Fixed(nn.Module):
         super().__init__()
         with torch.no_grad():
             key_NHP, value_NPH = attention._plain_persistent()
-            self.register_buffer("key_value", attention._key_value().clone())
+            # a parameter, since the ONNX exporter of PyTorch 2.6 fails on products with a buffer
+            self.key_value = nn.Parameter(attention._key_value().clone())
             self.register_buffer("positions", attention._project(table_SD).contiguous())
             self.register_buffer("key", None if key_NHP is None else key_NHP.contiguous())
             self.register_buffer("value", None if value_NPH is None else value_NPH.clone())
