@@ -49,7 +49,7 @@ cd "$start_dir"
 case "${1:-}" in
     "") demo ;;
     setup) ;;
-    test) shift && cd "$here" && exec "$venv/bin/python" -m pytest "$@" ;;
+    test) shift && cd "$here" && exec "$venv/bin/python" -m pytest -n 2 --dist worksteal "$@" ;;
     train)
         if [ -n "${GPUS:-}" ]; then
             # ranks on CPU cores, talking over gloo, where there is no GPU
