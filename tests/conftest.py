@@ -21,6 +21,7 @@ from allattn.data.prepare import prepare
 from allattn.inference import proof
 from allattn.inference.evaluate import evaluate_source
 from allattn.inference.load import open_source
+from allattn.inference.stored import evaluate_program, open_program
 from allattn.model.transformer import TransformerLM
 from allattn.training.trainer import Trainer
 
@@ -54,6 +55,9 @@ def evaluated_here() -> Iterator[None]:
     """Exports are evaluated in this process, which saves seconds each; see `fresh_process`."""
 
     def evaluate_here(folder: Path, corpus: Corpus) -> dict[str, Any]:
+        program = open_program(folder)
+        if program is not None:
+            return evaluate_program(program, str(corpus.dir), proof.SPLIT)
         return evaluate_source(open_source(folder), corpus, proof.SPLIT)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -35,11 +35,15 @@ def head_maps(maps: dict[str, PerHead], head_ids: list[list[int]], n_heads: list
     """
     n_rows, n_columns = len(n_heads), max(n_heads, default=1)
     width = min(max(0.32 * n_columns + 1.4, 2.6), 6)
+    across = min(len(maps), 3)
+    down = -(-len(maps) // across)
     figure, panels = plt.subplots(
-        1, len(maps), figsize=(width * len(maps), 0.3 * n_rows + 1.3), layout="constrained",
+        down, across, figsize=(width * across, (0.3 * n_rows + 1.3) * down), layout="constrained",
         squeeze=False,
     )  # fmt: skip
-    for axes, (title, values) in zip(panels[0], maps.items(), strict=True):
+    for spare in panels.flat[len(maps) :]:
+        spare.set_axis_off()
+    for axes, (title, values) in zip(panels.flat, maps.items(), strict=False):
         grid = np.full((n_rows, n_columns), np.nan)
         for layer, (ids, row) in enumerate(zip(head_ids, values, strict=True)):
             grid[layer, ids] = row
@@ -50,7 +54,8 @@ def head_maps(maps: dict[str, PerHead], head_ids: list[list[int]], n_heads: list
         axes.set_xlabel("head", fontsize=8)
         axes.tick_params(labelsize=7)
         figure.colorbar(image, ax=axes).ax.tick_params(labelsize=7)
-    panels[0][0].set_ylabel("layer", fontsize=8)
+    for row in panels:
+        row[0].set_ylabel("layer", fontsize=8)
     return figure
 
 

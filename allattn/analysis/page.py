@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from allattn.analysis.figures import png
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em;
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 80em; margin: 2em auto; padding: 0 1em;
        color: #222; background: #fff; }
 h1 { font-size: 1.5em } h2 { font-size: 1.2em; margin-top: 2em; border-top: 1px solid #ddd;
      padding-top: 1em }

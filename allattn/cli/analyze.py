@@ -51,6 +51,7 @@ def analyze_command(args: argparse.Namespace) -> None:
         lines = read_metrics(found.folder / "metrics.jsonl")
         history.lines = [line for line in lines if line["step"] <= subject.step]
     settings = Settings(args.split, args.tokens, args.batch_size, args.seed)
+    P = source.config.n_persistent
     result = evaluate(subject.load(), corpus, args.split, args.batch_size)
     report = {
         "model": {
@@ -59,6 +60,7 @@ def analyze_command(args: argparse.Namespace) -> None:
             "step": subject.step,
             "head_ids": subject.head_ids,
             "first_heads": history.first_heads,
+            "even_persistent_share": P / (P + source.config.content_keys),
             **{k: result[k] for k in ("heads", "params", "params_non_embedding", "loss", "ppl")},
         }
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ from test_programs import every_shape
 from allattn.cli import main
 from allattn.data.lanes import Corpus
 from allattn.inference import onnx, pt2
-from allattn.inference.load import load_pretrained
+from allattn.inference.evaluate import evaluate_source
+from allattn.inference.load import load_pretrained, open_source
 from allattn.inference.programs import (
     TOLERANCE,
     Program,
@@ -25,6 +27,7 @@ from allattn.inference.programs import (
     program_perplexity,
     worst_difference,
 )
+from allattn.inference.stored import evaluate_program, open_program
 
 PRINTED = re.compile(r"perplexity a token on valid: ([\d.]+) in fp32, ([\d.]+) in (\w+)\n")
 TEXT = "She had been forced into prudence in her youth .\n"
@@ -93,6 +96,26 @@ def test_pt2_runs_as_its_readme_says(as_pt2, finished_run, tmp_path, capsys):
     assert rest == text + "\n"
 
 
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_a_program_is_evaluated_from_its_file(request, finished_run, tmp_path, fails, format):
+    """`allattn evaluate` of a program gives what the run's does, and the card says it."""
+    folder = request.getfixturevalue(f"as_{format}")
+    found = evaluate_program(open_program(folder), None, "valid")
+    source = open_source(finished_run)
+    expected = evaluate_source(source, source.corpus(), "valid")
+    for key in ("loss", "word_ppl", "bits_per_byte"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-5)
+    for key in ("tokens", "words", "mem_len", "heads"):
+        assert found[key] == expected[key]
+    assert f"| perplexity a token | {expected['ppl']:.3f} |" in (folder / "README.md").read_text()
+    assert "--seq-len" in fails(2, "evaluate", folder, "--seq-len", 8)
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    data = (broken / f"model.{format}").read_bytes()
+    (broken / f"model.{format}").write_bytes(data[:-10])
+    assert f"model.{format}" in fails(1, "evaluate", broken)
+
+
 def test_onnx_in_fewer_bits(as_onnx, finished_run, tiny_corpus, tmp_path, monkeypatch):
     """Half and about a quarter of the size; rounding is what PyTorch rounds."""
     import onnx as library
@@ -143,7 +166,9 @@ def test_weights_in_fewer_bits(finished_run, tmp_path, capsys, dtype):
     }  # noqa: E501
     model = load_pretrained(out)
     assert all(p.dtype == torch.float32 for p in model.parameters())
-    assert all(torch.equal(p, stored[name].float()) for name, p in model.named_parameters())
+    assert all(
+        torch.equal(p, stored[f"model.{name}"].float()) for name, p in model.named_parameters()
+    )
 
 
 # Refusals
