@@ -106,7 +106,7 @@ def _heads(page: Page, report: dict[str, Any]) -> None:
         "the largest weight most often is (-1 is the token before), and how often. Rare: how "
         "often it is on the least frequent token in sight, against chance. Persistent: the mean "
         "share of attention that goes to persistent vectors (with equal scores everywhere it would "
-        f"be {cell(report['model']['even_persistent_share'])}), and the entropy over these in nats.",
+        f"be {cell(report['model']['even_persistent_share'])}), and the entropy over these.",
         "Ablation: perplexity with this head alone removed, minus that of the whole model (Michel "
         "et al. 2019, section 3.2); p: paired sign-flip test over stretches of the text, corrected "
         "for the number of heads (Holm).",
