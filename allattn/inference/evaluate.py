@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from allattn.config import ConfigError
+from allattn.config import ConfigError, ModelConfig
 from allattn.data.lanes import Corpus
 from allattn.data.sources import Text, find_texts, read_blocks
 from allattn.data.tokenizers import Tokenizer
@@ -181,9 +181,27 @@ def _report(
     model: TransformerLM, nats: float, n: int, counts: Mapping[str, int], started: float
 ) -> dict[str, Any]:
     """What was scored since `started`, by the definitions above."""
-    elapsed = time.perf_counter() - started
-    config = model.config
     params = {name: p.numel() for name, p in model.named_parameters()}
+    return scores(model.config, nats, n, counts, started) | {
+        "params": sum(params.values()),
+        "params_non_embedding": sum(
+            n for name, n in params.items() if not name.startswith("vocabulary.")
+        ),
+    }
+
+
+def scores(
+    config: ModelConfig, nats: float, n: int, counts: Mapping[str, int], started: float
+) -> dict[str, Any]:
+    """The figures of a text, by the definitions above.
+
+    Args:
+        config: of the model.
+        nats: total loss.
+        n: tokens scored.
+        counts: `words` and `bytes` of the text.
+        started: when, by time.perf_counter.
+    """
     return {
         "loss": nats / n,
         "ppl": perplexity(nats / n),
@@ -196,9 +214,5 @@ def _report(
         "clamp_len": config.clamp_len,
         "same_length": config.same_length,
         "heads": config.heads,
-        "params": sum(params.values()),
-        "params_non_embedding": sum(
-            n for name, n in params.items() if not name.startswith("vocabulary.")
-        ),
-        "tokens_per_second": n / elapsed,
+        "tokens_per_second": n / (time.perf_counter() - started),
     }

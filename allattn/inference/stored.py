@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +13,9 @@ from torch import Tensor
 from allattn.config import ModelConfig
 from allattn.data.lanes import Corpus
 from allattn.inference import onnx, pt2
+from allattn.inference.evaluate import scores
 from allattn.inference.numbers import DTYPES
 from allattn.inference.programs import Call, program_nats
-from allattn.model.scoring import perplexity
 from allattn.training.state import blaming, check_sha256, read_json
 
 
@@ -86,22 +85,7 @@ def evaluate_program(program: StoredProgram, data: str | None, split: str) -> di
         raise ValueError(
             f"{corpus.dir}: its tokenizer is not the one that {program.folder} was trained with"
         )
-    config, started = program.config, time.perf_counter()
+    started = time.perf_counter()
     nats, n = program_nats(program.call, program, corpus, split)
-    counts = corpus.splits[split]
-    return {
-        "model": str(program.folder),
-        "split": split,
-        "loss": nats / n,
-        "ppl": perplexity(nats / n),
-        "word_ppl": perplexity(nats / counts["words"]),
-        "bits_per_byte": nats / math.log(2) / counts["bytes"],
-        "tokens": n,
-        "words": counts["words"],
-        "seq_len": config.seq_len,
-        "mem_len": config.mem_len,
-        "clamp_len": config.clamp_len,
-        "same_length": config.same_length,
-        "heads": config.heads,
-        "tokens_per_second": n / (time.perf_counter() - started),
-    }
+    result = scores(program.config, nats, n, corpus.splits[split], started)
+    return {"model": str(program.folder), "split": split} | result
