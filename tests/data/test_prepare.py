@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from allattn.data import sources
+from allattn.data import checksum, sources
 from allattn.data.lanes import Corpus
 from allattn.data.prepare import TINY, prepare
 from allattn.data.sources import Text, read_blocks
@@ -262,6 +262,7 @@ def test_a_line_without_any_space_has_a_limit(tmp_path, monkeypatch):
 
 def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "_BLOCK", 1 << 15)
+    monkeypatch.setattr(checksum, "_BLOCK", 1 << 15)
     peaks = []
     line = "the same few words again and again\n"
     for n in (1, 4):

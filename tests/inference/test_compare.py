@@ -48,7 +48,7 @@ def test_rows_table_and_plot(finished_run, tmp_path, capsys):
 
 
 def test_the_table_is_what_is_printed(finished_run, tmp_path, capsys):
-    assert main(["compare", str(finished_run), "--out", str(tmp_path)]) == 0
+    assert main(["compare", f"run={finished_run}", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert len(out.splitlines()) == 2 and all(len(line) < 160 for line in out.splitlines()[:1])
 

@@ -109,7 +109,7 @@ def test_within_the_pruning_stage(make_config, train, tmp_path):
         name = f"layers.{i}.attention.query.weight"
         if ids:
             rows = before[name].view(-1, d_head, before[name].shape[1])
-            assert torch.equal(rows[ids].flatten(0, 1), weights[name])
+            assert torch.equal(rows[ids].flatten(0, 1), weights[f"model.{name}"])
 
 
 def test_all_heads_gone(make_config, train, tmp_path):

@@ -131,6 +131,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch):
     assert "an error of 0.001" in kernel._self_check(found)
 
 
+@pytest.mark.slow
 def test_processes_that_start_at_once_and_one_that_was_killed(fresh):
     loaded()
     left = fresh / "allattn" / "tmp_killed"  # a killed build leaves its folder

@@ -70,6 +70,7 @@ def test_claims_share_runs_of_one_config(run, tmp_path):
             assert found.setdefault(r.name, r.config) == r.config, r.name
 
 
+@pytest.mark.slow
 def test_going_on_after_a_shared_stage_is_the_run_itself(
     run, experiment, tiny_yaml, tiny_corpus, finished_run, tmp_path, capsys
 ):

@@ -22,7 +22,9 @@ OFFLOAD = "deepspeed.zero_optimization.offload_optimizer={device: cpu}"
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.03, "fp16": 0.03}
 slow = pytest.mark.slow
 LAYOUTS = [
-    pytest.param(2, "fp32", [OFFLOAD, "train.micro_batch_size=1"], id="2-offload-accumulation"),
+    pytest.param(
+        2, "fp32", [OFFLOAD, "train.micro_batch_size=1"], marks=slow, id="2-offload-accumulation"
+    ),
     *(
         pytest.param(stage, "fp32", ["train.micro_batch_size=1"], marks=slow, id=f"{stage}-micro")
         for stage in range(4)
