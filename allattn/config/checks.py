@@ -17,7 +17,7 @@ CHOICES = {
     "train.non_finite": ("stop", "skip"),
     "train.engine": ("auto", "local", "deepspeed"),
     "train.device": ("auto", "cpu", "cuda"),
-    "train.optimizer.name": ("adamw",),
+    "train.optimizer.name": ("adamw", "muon"),
     "stage.lr.schedule": ("constant", "linear", "cosine", "inverse_sqrt"),
     "stage.prune.method": ("hard_concrete", "subset", "importance", "magnitude", "random"),
     "stage.prune.scope": ("global", "layer"),

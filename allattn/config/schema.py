@@ -84,7 +84,7 @@ class ModelConfig:
 class OptimizerConfig:
     """Adam with decoupled weight decay; `lr` is the peak that the stages' schedules scale."""
 
-    name: str = "adamw"
+    name: str = "adamw"  # or muon: Muon for the layers' matrices, AdamW for the rest; no DeepSpeed
     lr: float = 5e-4
     weight_decay: float = 0.01
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allattn.config import Config
+from allattn.config import Config, ConfigError
 from allattn.model.transformer import Output, TransformerLM
 from allattn.training.optim import build_optimizer, group_of
 from allattn.training.ranks import PeerWatch, World
@@ -62,7 +62,16 @@ def connect(config: Config) -> World:
 def build_engine(
     model: TransformerLM, config: Config, world: World, n_micro: int, snapshot: Snapshot | None
 ) -> LocalEngine | DeepSpeedEngine:
-    """An engine for a model that already holds the snapshot's weights; moments come from it too."""
+    """An engine for a model that already holds the snapshot's weights; moments come from it too.
+
+    Raises:
+        ConfigError: an optimiser that DeepSpeed cannot have.
+    """
+    if world.deepspeed and config.train.optimizer.name != "adamw":
+        raise ConfigError(
+            f"train.optimizer.name: {config.train.optimizer.name} is for one process without "
+            "DeepSpeed, whose ZeRO stages cut matrices up; use adamw"
+        )
     kind = DeepSpeedEngine if world.deepspeed else LocalEngine
     return kind(model.to(world.device), config, world, n_micro, snapshot or Snapshot({}))
 

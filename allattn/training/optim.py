@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from allattn.config import OptimizerConfig
+from allattn.training.muon import Muon, is_matrix
 
 
 def group_of(name: str) -> str:
@@ -40,14 +41,12 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019) over `parameter_groups`."""
-    return torch.optim.AdamW(
-        parameter_groups(model, config),
-        lr=config.lr,
-        betas=(config.betas[0], config.betas[1]),
-        eps=config.eps,
-        fused=True,
-    )
+    """AdamW (Loshchilov and Hutter 2019) over `parameter_groups`, or Muon and AdamW."""
+    settings = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps, "fused": True}
+    groups = parameter_groups(model, config)
+    if config.name == "muon":
+        return Muon(groups, {p for n, p in model.named_parameters() if is_matrix(n, p)}, **settings)
+    return torch.optim.AdamW(groups, **settings)
 
 
 @dataclass
