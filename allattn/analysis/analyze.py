@@ -143,7 +143,9 @@ class Analyzer:
                 dense_syntax = _syntax(found[1], state)
         states.append({"name": subject.name, "step": subject.step, "heads": heads})
         fates: dict[str, Any] | None = None
-        if roles is not None and order:
+        if order and roles is None:  # the checkpoint is gone: what went when, without roles
+            roles = [[[] for _ in range(n)] for n in history.first_heads]
+        if order:
             now = _by_layer(heads, subject, history.first_heads)
             fates = {"roles": roles} | asdict(survival(history.lines, roles, {subject.step: now}))
         return {

@@ -23,6 +23,12 @@ MAPS = {
 }
 
 
+# all that a report may consist of
+FILES = (
+    "report.html", "report.json", "heads.png", "survivors.png", "roles.png", "curves.png",
+)  # fmt: skip
+
+
 def start_report(out: str | Path, overwrite: bool) -> None:
     """Make the folder, before the long work.
 
@@ -31,8 +37,12 @@ def start_report(out: str | Path, overwrite: bool) -> None:
         OSError: it cannot be written to.
     """
     out = Path(out)
-    if (out / "report.json").exists() and not overwrite:
-        raise ValueError(f"{out}: has a report; give another --out, or --overwrite to replace it")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out}: is a file; a folder is needed for --out")
+    if (there := [name for name in FILES if (out / name).exists()]) and not overwrite:
+        raise ValueError(
+            f"{out}: has a {there[0]}; give another --out, or --overwrite to replace it"
+        )
     out.mkdir(parents=True, exist_ok=True)
     if not os.access(out, os.W_OK):
         raise PermissionError(f"{out}: cannot be written to; give another --out")
@@ -45,10 +55,17 @@ def write_report(report: dict[str, Any], lines: list[dict[str, Any]], out: str |
         "report.html": page.html().encode(),
         "report.json": (json.dumps(report, indent=1, allow_nan=False) + "\n").encode(),
     }
-    for name, content in files.items():
+    assert files.keys() <= set(FILES), files.keys()
+    for name in FILES:
+        if name not in files:  # of an earlier report
+            (Path(out) / name).unlink(missing_ok=True)
+            continue
         partial = Path(out) / f".partial_{name}"
-        partial.write_bytes(content)
+        partial.write_bytes(files[name])
         os.replace(partial, Path(out) / name)
+
+
+_BARS = ("offset_share", "rare_share", "persistent_share")
 
 
 def build_page(report: dict[str, Any], lines: list[dict[str, Any]]) -> Page:
@@ -86,12 +103,15 @@ def _summary(page: Page, report: dict[str, Any]) -> None:
             ["segment, memory", f"{text['seq_len']}, {text['mem_len']}"],
         ],
     )
+    for note in report["notes"]:
+        page.section("Left out", note)
     page.section(
         "How to read this",
         "Heads keep the numbers that they had in the run's first model. All numbers are of the "
         f"{text['split']} split's first segments in lanes spread evenly over it, with memory from "
         "segment to segment, and of gates as evaluation has them. Perplexities below are of that "
-        "sample.",
+        "sample. In the first segments of a lane memory is not full yet, so a small sample gives "
+        "persistent vectors more weight.",
     )
 
 
@@ -115,6 +135,13 @@ def _heads(page: Page, report: dict[str, Any]) -> None:
         "below.",
     )
     rows, model = report["heads"], report["model"]
+    if rows and not any(row["roles"] for row in rows):
+        best = (max(rows, key=lambda row, k=k: row[k])[k] for k in _BARS)
+        page.section(
+            "No head reaches a bar",
+            "The largest shares are: at one offset {}, on the least frequent token {}, to "
+            "persistent vectors {}.".format(*map(cell, best)),
+        )
     if not rows:
         page.section("No heads", "This model has no attention head left.")
         return
@@ -179,7 +206,8 @@ def _survival(page: Page, found: dict[str, Any], lines: list[dict[str, Any]]) ->
     page.section(
         "Which heads were pruned when",
         "Roles are those in the last state before pruning; a head with several counts for each. "
-        "In the map pale heads were closed for good at the step written in.",
+        "In the map pale heads were closed at the step written in and did not open again up to "
+        "this model's step; a pruning stage that goes on may still open them.",
     )
     roles = found["roles"]
     result = Survival(**{key: found[key] for key in ("rows", "closed_at", "order", "fates")})
@@ -257,14 +285,15 @@ def _curves(page: Page, report: dict[str, Any]) -> None:
         "which the run's own pruning closed them. Removable: the share of heads that can go before "
         "the loss is 1% higher.",
     )
-    if not any(report["model"]["heads"]):
+    with_heads = [state for state in report["curves"] if state["orders"].get("importance")]
+    if not with_heads:
         return
     groups = {
         state["name"]: {
             order: [(point["keep"], point["ppl"]) for point in points]
             for order, points in state["orders"].items()
         }
-        for state in report["curves"]
+        for state in with_heads
     }
     page.picture("curves", figures.curves(groups), "Perplexity against the share of heads kept")
     orders = list(dict.fromkeys(o for state in report["curves"] for o in state["orders"]))
@@ -276,7 +305,7 @@ def _curves(page: Page, report: dict[str, Any]) -> None:
                 state["orders"]["importance"][0]["ppl"],
                 *(state["removable"].get(o) for o in orders),
             ]
-            for state in report["curves"]
+            for state in with_heads
         ],
     )  # fmt: skip
 

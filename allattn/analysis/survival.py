@@ -83,15 +83,20 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; a run's folder has it")
-    texts = path.read_text(encoding="utf-8").split("\n")
+    texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
     lines = []
     for number, text in enumerate(texts, 1):
         try:
             if text.strip():
-                lines.append(json.loads(text))
-        except ValueError:
+                line = json.loads(text)
+                if not isinstance(line["step"], int):
+                    raise ValueError
+                if line.get("p_open") is not None and not isinstance(line["heads_open"], int):
+                    raise ValueError
+                lines.append(line)
+        except (ValueError, KeyError, TypeError, AttributeError):
             if number < len(texts):  # a whole line ends with a newline, so it is not the last text
-                wrong = "not a JSON object; delete the line to go on without it"
+                wrong = "not a line of a run; delete it to go on without it"
                 raise ValueError(f"{path}, line {number}: {wrong}") from None
     return lines
 

@@ -110,14 +110,18 @@ def evaluate_command(args: argparse.Namespace) -> None:
 
     if args.text is not None and args.data is not None:
         raise ConfigError("--data: a text needs no corpus; give --text or --data, not both")
+    if args.batch_size < 1:
+        raise ConfigError(f"--batch-size: {args.batch_size} is too small")
     program = open_program(args.path)
     if program is not None:
-        for name in ("text", "seq_len", "mem_len", "clamp_len", "same_length"):
-            if getattr(args, name) is not None:
+        for name in ("text", "seq_len", "mem_len", "clamp_len", "same_length", "per_line"):
+            if getattr(args, name) not in (None, False):
                 raise ConfigError(
                     f"--{name.replace('_', '-')}: fixed in a program ({args.path}); evaluate the "
                     "run, or an export in the format hf"
                 )
+        if args.device == "cuda":
+            raise ConfigError("--device: programs are evaluated on the CPU")
         result = evaluate_program(program, args.data, args.split)
         _print_result(result, args.json)
         return
@@ -207,8 +211,13 @@ def export_command(args: argparse.Namespace) -> None:
     from allattn.inference.load import open_source
     from allattn.training.state import read_json
 
+    if not args.out:
+        raise ConfigError("--out: a folder is needed")
     source = open_source(args.path)
-    corpus = source.corpus(args.data) if args.dtype != "fp32" else None
+    if args.data is not None:
+        source = source.moved(args.data)
+    needed = args.data is not None or args.dtype != "fp32"
+    corpus = source.corpus() if needed else None
     write = writer(args.format, Numbers(args.dtype, corpus), aot=args.aot, seq_len=args.seq_len)
     folder = export(
         source,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from allattn.config.schema import ModelConfig
@@ -40,7 +41,7 @@ def card(
     run, parts = info["run"], count_parameters(config)
     total, n_first = sum(parts.values()), run["run_heads"]
     stages = "\n".join(
-        f"| {row['stage']} | {row['step']} | {sum(row['heads'])} | {row['ppl']:.3f} |"
+        f"| {row['stage']} | {row['step']} | {sum(row['heads'])} | {_number(row['ppl'])} |"
         for row in run["history"]
     )
     by_part = ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in parts.items() if n)
@@ -121,13 +122,24 @@ Code: Apache-2.0. Licence of the weights: {license}.
 """
 
 
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _text(name: str) -> str:
+    """A name as YAML reads a text: in quotes where it would be a number, a truth or nothing."""
+    other = name.lower() in ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
+    return json.dumps(name) if other or not name[0].isalpha() else name
+
+
 def front_matter(config: ModelConfig, info: dict[str, Any], license: str, library: str) -> str:
     """What a hub reads of a card."""
     pruned = sum(config.heads) < info["run"]["run_heads"]
     tags = [config.family, "allattn", *(["pruned"] if pruned else [])]
     lines = "\n".join(f"- {tag}" for tag in tags)
     return (
-        f"---\nlicense: {license}\nlibrary_name: {library}\npipeline_tag: text-generation\n"
+        f"---\nlicense: {_text(license)}\nlibrary_name: {library}\n"
+        "pipeline_tag: text-generation\n"
         f"tags:\n{lines}\n---"
     )
 
@@ -142,12 +154,13 @@ def perplexities(proof: dict[str, Any] | None, why_not: str, info: dict[str, Any
     """
     if proof is None:
         return f"Not evaluated at export: {why_not}."
-    fewer = ""
+    fewer, same = "", "the run's own"
     if "perplexity" in info:
         found, numbers = info["perplexity"], info["numbers"]
+        same = f"that of the {numbers} model before it was saved"
         fewer = f"\n\nBefore the rounding to {numbers} it was {found['fp32']:.3f} a token."
     return f"""Of the valid split, found by a fresh process from the files in this folder, and equal
-to what the model had before within 0.1%:
+to {same} within 0.1%:
 
 | | |
 | --- | --- |

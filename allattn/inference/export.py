@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 import sys
@@ -14,13 +15,21 @@ from typing import Any
 from allattn.config import ConfigError
 from allattn.config.schema import EXPORT_VERSION, ModelConfig
 from allattn.data.checksum import sha256
+from allattn.data.lock import alone
 from allattn.data.tokenizers import HF_TOKENIZER_FILE
 from allattn.inference import proof
 from allattn.inference.card import card
 from allattn.inference.load import Source
 from allattn.inference.program_card import program_card
 from allattn.inference.travel import AUTO_MAP, TOKENIZER_MAP, write_code
-from allattn.training.state import HF_PREFIX, read_json, replace_folder, save_tensors, write_json
+from allattn.training.state import (
+    HF_PREFIX,
+    blaming,
+    read_json,
+    replace_folder,
+    save_tensors,
+    write_json,
+)
 
 Write = Callable[[Source, Path, dict[str, Any]], None]  # fills a folder, adds to its config.json
 
@@ -78,9 +87,16 @@ def export(
         ValueError: something else is there already, or the fresh perplexity is not the run's.
     """
     out = Path(out)
-    _check_place(out, overwrite, source)
+    if out.is_symlink() or not out.name:  # what it names is replaced, not the name
+        out = out.resolve()
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+_-]*", license):
         raise ConfigError(f"--license: a name such as apache-2.0 is needed, not {license!r}")
+    with alone(out):
+        _check_place(out, overwrite, source)
+        return _export(source, out, write, check, license)
+
+
+def _export(source: Source, out: Path, write: Write, check: bool, license: str) -> Path:
     source.tokenizer()  # refuses another one than the model's
     source.weights.build()  # refuses weights that do not fit their config
     corpus, why_not = proof.corpus_of(source) if check else (None, "it was not asked for")
@@ -91,7 +107,8 @@ def export(
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     try:
-        info = export_info(source)
+        with blaming(source.weights.path / "config.json"):
+            info = export_info(source)
         write(source, partial, info)
         models = sorted(partial.glob("model.*"))
         info["sha256"] = {path.name: sha256(path) for path in models}
@@ -108,7 +125,7 @@ def export(
             about = source.tokenizer().describe()
             text = program_card(source.config, info, about, license, found, why_not)
         (partial / "README.md").write_text(text, encoding="utf-8")
-    except (OSError, ValueError):
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)  # a full disk has room again
         raise
     replace_folder(partial, out, out.with_name(f".old_{out.name}"))
@@ -122,8 +139,11 @@ def _check_place(out: Path, overwrite: bool, source: Source) -> None:
         raise ValueError(f"{out}: exists; give another --out, or --overwrite to replace it")
     if not _is_export(out):
         raise ValueError(f"{out}: exists and is no export; give another --out")
-    if out.resolve() == source.weights.path.resolve():
-        raise ValueError(f"{out}: is the source itself; give another --out")
+    place = source.weights.path.resolve()
+    if out.resolve() in (place, *place.parents):
+        raise ValueError(f"{out}: is the source, or has it inside; give another --out")
+    if folders := [path.name for path in out.iterdir() if path.is_dir()]:
+        raise ValueError(f"{out}: has {folders[0]}/ in it, which is no part of an export")
 
 
 def _is_export(folder: Path) -> bool:
@@ -161,6 +181,15 @@ def export_info(source: Source) -> dict[str, Any]:
         least = [max(ids, default=-1) + 1 for ids in run["head_ids"]]
         even = run["run_heads"] // config.n_layers
         run = run | {"first_heads": [max(even, n) for n in least]}
+    if [len(ids) for ids in run["head_ids"]] != config.heads:
+        raise ValueError("its head_ids are not of its heads")
+    # without a valid split there is no perplexity, and JSON has no NaN
+    history = [
+        {"stage": row["stage"], "step": row["step"], "heads": list(row["heads"])}
+        | {"ppl": row["ppl"] if math.isfinite(row["ppl"] or math.nan) else None}
+        for row in run["history"]
+    ]
+    run = run | {"history": history}
     return {
         "format_version": EXPORT_VERSION,
         "model_type": "allattn",

@@ -50,9 +50,9 @@ def history_of(source: Source, n_states: int) -> RunHistory:
         ValueError: a damaged checkpoint.
     """
     place = source.weights.path.resolve()
-    folder = next((f for f in (place.parent, place.parent.parent) if _is_run(f)), None)
-    ids = zip(head_ids_of(source), source.config.heads, strict=True)
-    heads = [max([n, *(i + 1 for i in layer)]) for layer, n in ids]
+    folder = next((f for f in (place.parent, place.parent.parent) if checkpoints_of(f)), None)
+    with blaming(source.weights.path / "config.json"):
+        heads = _first_heads(source)
     if folder is None:
         return RunHistory(None, heads, [], None)
     earlier: list[Path] = []
@@ -72,5 +72,12 @@ def history_of(source: Source, n_states: int) -> RunHistory:
     return RunHistory(folder, heads, [path for path in earlier if path in chosen], dense)
 
 
-def _is_run(folder: Path) -> bool:
-    return (folder / "metrics.jsonl").is_file() and (folder / "config.yaml").is_file()
+def _first_heads(source: Source) -> list[int]:
+    """Head counts of the first model of a model's run, by layer."""
+    info = source.weights.info
+    if "config" in info:  # a checkpoint
+        return model_config_from_dict(info["config"]["model"], str(source.weights.path)).heads
+    if "first_heads" in info["run"]:
+        return info["run"]["first_heads"]
+    ids = zip(head_ids_of(source), source.config.heads, strict=True)  # an older export
+    return [max([n, *(i + 1 for i in layer)]) for layer, n in ids]

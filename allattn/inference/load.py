@@ -54,6 +54,14 @@ class Source:
             )
         return corpus
 
+    def moved(self, data_dir: str | Path) -> Source:
+        """The same, its corpus somewhere else than at training."""
+        beside = self.tokenizer_dir == self.data_dir
+        folder = Path(data_dir)
+        return replace(
+            self, data_dir=folder, tokenizer_dir=folder if beside else self.tokenizer_dir
+        )
+
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that it was trained with.
 
@@ -61,7 +69,11 @@ class Source:
             ValueError: another one is there.
         """
         folder = self.tokenizer_dir
-        tokenizer = load_tokenizer(folder)
+        try:
+            tokenizer = load_tokenizer(folder)
+        except FileNotFoundError as error:
+            hint = "; or name the prepared corpus with --data" if folder == self.data_dir else ""
+            raise ValueError(f"{error}{hint}") from None
         if tokenizer.fingerprint() != self.tokenizer_fingerprint:
             raise ValueError(
                 f"{folder}: not the tokenizer that {self.weights.path} was trained with"

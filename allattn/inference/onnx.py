@@ -36,6 +36,16 @@ def need_onnx() -> None:
         raise ValueError(f"--format onnx: needs {', '.join(missing)}; pip install 'allattn[onnx]'")
 
 
+def need_onnxruntime() -> None:
+    """Refuse in one line where what runs a graph is not installed.
+
+    Raises:
+        ValueError: saying how to get it.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise ValueError("a model.onnx is run by onnxruntime; pip install onnxruntime")
+
+
 def to_onnx(program: Program) -> Any:
     """The program as an ONNX graph (`onnx.ModelProto`), with the names of `Program.state_names`.
 

@@ -92,9 +92,14 @@ def split(ids):
     return lines
 
 
+def encode_text(text):
+    *lines, last = text.split("\\n")
+    return [i for line in lines for i in [*encode(line), {eos_id}]] + encode(last)
+
+
 def score(text):
     """Nats and number of tokens of a text, line ends among them."""
-    ids = [{eos_id}] + [i for line in text.splitlines() for i in [*encode(line), {eos_id}]]
+    ids = [{eos_id}] + encode_text(text if text.endswith("\\n") else text + "\\n")
     nats, state = 0.0, start(1)
     for low in range(0, len(ids) - 1, {longest}):
         targets = ids[low + 1 : low + 1 + {longest}]
@@ -105,14 +110,15 @@ def score(text):
 
 def generate(prompt, count):
     """The likeliest continuation of a prompt."""
-    ids, new, state = encode(prompt) or [{eos_id}], [], start(1)
+    given = encode_text(prompt)
+    ids, new, state = given or [{eos_id}], [], start(1)
     for low in range(0, len(ids), {longest}):
         part = ids[low : low + {longest}]
         log_probs, state = step([part], [len(part) - 1], state)
     while len(new) < count:
         new.append(int(log_probs[0, -1].argmax()))
         log_probs, state = step([[new[-1]]], [0], state)
-    return prompt + decode(new)
+    return decode(given + new)
 
 
 nats, tokens = score("She had been forced into prudence in her youth .\\n")

@@ -16,7 +16,7 @@ from allattn.inference import onnx, pt2
 from allattn.inference.evaluate import scores
 from allattn.inference.numbers import DTYPES
 from allattn.inference.programs import Call, program_nats
-from allattn.training.state import blaming, check_sha256, read_json
+from allattn.training.state import blaming, check_export_version, check_sha256, read_json
 
 
 class StoredProgram:
@@ -36,14 +36,16 @@ class StoredProgram:
         """
         self.info, self.folder = info, folder
         with blaming(folder / "config.json"):
-            check_sha256(folder, info["sha256"])
+            check_export_version(folder / "config.json", info)
+            check_sha256(folder, info["sha256"], f"model.{info['format']}")
+            self.data, self.tokenizer = str(info["data"]), info["tokenizer"]
             self.config = ModelConfig(**info["model"])
             self._shapes = info["program"]["state_shapes"]
             self._dtype = torch.float32
             if info["format"] == "pt2":
                 self._dtype = DTYPES[info["numbers"]]
         if info["format"] == "onnx":
-            onnx.need_onnx()
+            onnx.need_onnxruntime()
             self.call: Call = onnx.session_call(folder / onnx.MODEL_FILE)
         else:
             self.call = pt2.load_call(folder / pt2.MODEL_FILE)
@@ -80,8 +82,12 @@ def evaluate_program(program: StoredProgram, data: str | None, split: str) -> di
     Raises:
         ValueError, FileNotFoundError: no such corpus, or one with another tokenizer.
     """
-    corpus = Corpus(data or program.info["data"])
-    if corpus.tokenizer.fingerprint() != program.info["tokenizer"]:
+    try:
+        corpus = Corpus(data or program.data)
+    except FileNotFoundError as error:
+        hint = "" if data else "; or name the prepared corpus with --data"
+        raise ValueError(f"{error}{hint}") from None
+    if corpus.tokenizer.fingerprint() != program.tokenizer:
         raise ValueError(
             f"{corpus.dir}: its tokenizer is not the one that {program.folder} was trained with"
         )

@@ -246,9 +246,12 @@ def load_weights(path: str | Path) -> Weights:
     raise ValueError(f"{folder}: neither a run with checkpoints, nor a checkpoint, nor an export")
 
 
-def _load_export(folder: Path) -> Weights:
-    path = folder / "config.json"
-    info = read_json(path)
+def check_export_version(path: Path, info: Any) -> None:
+    """Refuse the config.json of another program, or of another version of this one.
+
+    Raises:
+        ValueError: saying what to do.
+    """
     version = info.get("format_version") if isinstance(info, dict) else None
     if not isinstance(version, int):
         raise ValueError(f"{path}: not an allattn export (it has no format_version)")
@@ -262,13 +265,19 @@ def _load_export(folder: Path) -> Weights:
             f"{path}: of format version {version}, this allattn reads {OLDEST_EXPORT} and newer; "
             "export it again from its run (allattn export RUN --out DIR)"
         )
+
+
+def _load_export(folder: Path) -> Weights:
+    path = folder / "config.json"
+    info = read_json(path)
+    check_export_version(path, info)
     if (format := info.get("format", "hf")) != "hf":
         raise ValueError(
             f"{folder}: an export in the format {format}, to be run as its README.md says; name "
             "the run, or an export in the format hf"
         )
     with blaming(path):
-        check_sha256(folder, info["sha256"])
+        check_sha256(folder, info["sha256"], "model.safetensors")
         config = model_config_from_dict(info["model"], str(path))
     tensors = read_tensors(folder / "model.safetensors")
     # stored as bf16 or fp16 perhaps
@@ -325,12 +334,15 @@ def with_structure(config: Config, checkpoint: Path | None = None) -> ModelConfi
     return dataclasses.replace(config.model, n_heads=source.heads, d_head=source.d_head)
 
 
-def check_sha256(folder: Path, expected: dict[str, str]) -> None:
-    """Refuse files that are not what was written.
+def check_sha256(folder: Path, expected: dict[str, str], *needed: str) -> None:
+    """Refuse files that are not what was written; the needed ones have to be among them.
 
     Raises:
         ValueError: naming the first that is missing or differs.
     """
+    for name in needed:
+        if name not in expected:
+            raise ValueError(f"{folder / name}: its sha256 is not in config.json; export it again")
     for name, digest in expected.items():
         path = folder / Path(name).name  # never outside the folder
         if not path.is_file():

@@ -12,7 +12,8 @@ from runs import HEADS, PRUNE_END, STEPS
 from safetensors.torch import load_file, save_file
 
 from allattn.cli import main
-from allattn.data.sources import sha256
+from allattn.data.checksum import sha256
+from allattn.data.lock import alone
 
 KEYS = {
     "layer", "head", "relevance", "confidence", "offset", "offset_share", "rare_share",
@@ -164,3 +165,40 @@ def test_refusals(finished_run, report, tmp_path, fails, contents):
     (tmp_path / "file").write_text("")
     fails(1, "analyze", finished_run, "--out", tmp_path / "file" / "x")
     assert not (tmp_path / "x" / "report.json").exists()
+
+
+def test_nothing_of_others_is_replaced(finished_run, tmp_path, fails, contents):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "heads.png").write_text("mine")
+    before = contents(out)
+    assert "heads.png" in fails(1, "analyze", finished_run, "--out", out)
+    with alone(tmp_path / "busy"):
+        assert "another process" in fails(1, "analyze", finished_run, "--out", tmp_path / "busy")
+    assert contents(out) == before and not (tmp_path / "busy").exists()
+
+
+def test_what_is_missing_is_said(finished_run, tmp_path, capsys):
+    """A moved export knows its first heads; a run without its log has states, and says so."""
+    shutil.copytree(finished_run / "final", tmp_path / "moved é")
+    found = analyze(tmp_path / "moved é", tmp_path / "out")
+    assert found["model"]["first_heads"] == [HEADS // 2] * 2
+    assert "No run" in found["notes"][0] and "No run" in capsys.readouterr().err
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    (run / "metrics.jsonl").unlink()
+    found = analyze(run, tmp_path / "again")
+    assert "metrics.jsonl" in found["notes"][0] and found["survival"] is None
+    assert found["model"]["first_heads"] == [HEADS // 2] * 2
+    page = (tmp_path / "again" / "report.html").read_text(encoding="utf-8")
+    assert "Left out" in page
+
+
+def test_without_a_dense_checkpoint_heads_still_go(finished_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    for path in sorted((run / "checkpoints").iterdir())[:-2]:
+        shutil.rmtree(path)
+    found = analyze(run, tmp_path / "out")
+    assert found["survival"]["fates"]["none"]["heads"] == HEADS
+    assert "before pruning" in found["notes"][0]

@@ -120,7 +120,7 @@ def test_metrics_cut_short_by_a_kill(tmp_path):
     path.write_text('{"step": 1}\n{"st')
     assert read_metrics(path) == [{"step": 1}]
     path.write_text('{"step": 1}\n{"st\n{"step": 2}\n')
-    with pytest.raises(ValueError, match="line 2: not a JSON object"):
+    with pytest.raises(ValueError, match="line 2: not a line of a run"):
         read_metrics(path)
     with pytest.raises(FileNotFoundError, match="no such file"):
         read_metrics(tmp_path / "none.jsonl")

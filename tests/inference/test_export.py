@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import allattn
 from allattn.cli import main
 from allattn.data.checksum import sha256
+from allattn.data.lock import alone
 from allattn.inference import export as module
 from allattn.inference.load import load_pretrained, open_source
 from allattn.inference.travel import travelling_code
@@ -294,3 +295,42 @@ def test_a_tokenizer_that_is_not_the_models(exported, fails):
     path = exported / "tokenizer_config.json"
     path.write_text('{"kind": "byte", "fingerprint": "x"}')
     assert str(path.parent) in fails(1, "generate", exported)
+
+
+def test_two_at_once_and_a_source_inside(exported, finished_run, tmp_path, fails, contents):
+    out = tmp_path / "out"
+    with alone(out):
+        assert "another process" in fails(1, "export", finished_run, "--out", out)
+    assert not out.exists()
+    assert main(["export", str(finished_run), "--out", str(out)]) == 0
+    shutil.copytree(out, out / "inner")
+    before = contents(out)
+    line = fails(1, "export", out / "inner", "--out", out, "--overwrite")
+    assert "inside" in line and contents(out) == before
+    assert "inner" in fails(1, "export", finished_run, "--out", out, "--overwrite")
+    assert contents(out) == before
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left <= {"out", "model"}, left  # no lock, no half of one
+
+
+def test_a_link_is_followed(finished_run, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for _ in range(2):
+        argv = ["export", str(finished_run), "--out", str(tmp_path / "link"), "--overwrite"]
+        assert main(argv) == 0
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "config.json").exists()
+
+
+def test_a_corpus_that_moved(make_config, train, tiny_corpus, tmp_path, capsys, fails):
+    """Tokenizer and proof come from --data."""
+    moved = tmp_path / "moved"
+    shutil.copytree(tiny_corpus, moved)
+    run = train(make_config(f"data.dir={moved}"))
+    moved.rename(tmp_path / "elsewhere")
+    assert "--data" in fails(1, "export", run.folder, "--out", tmp_path / "out")
+    argv = ["export", run.folder, "--out", tmp_path / "out", "--data", tmp_path / "elsewhere"]
+    assert main([str(a) for a in argv]) == 0
+    assert "without evaluation" not in capsys.readouterr().err
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "| perplexity a token |" in card
+    fails(1, "export", tmp_path / "out", "--out", tmp_path / "b", "--data", tmp_path / "nothing")

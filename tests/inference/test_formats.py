@@ -215,6 +215,31 @@ def test_numbers_too_large_for_fp16(finished_run, fails, tmp_path, capsys):
     assert "norm.weight" in line and "7e+04" in line and not out.exists()
 
 
+@pytest.mark.parametrize("text", ["a b\u2028c d\x85e\n\nf", "She had\n"])
+def test_the_readme_reads_text_as_we_do(as_onnx, finished_run, text):
+    """Its tokenizer: ids of a text of several lines."""
+    (code,) = re.findall(r"```python\n(.*?)```", (as_onnx / "README.md").read_text(), re.S)
+    names: dict = {}
+    code = code.replace('folder = "."', f"folder = {str(as_onnx)!r}")
+    exec(code[: code.index("nats, tokens = score")], names)
+    tokenizer = open_source(finished_run).tokenizer()
+    assert names["encode_text"](text) == tokenizer.encode(text)
+    ids = tokenizer.encode(text)
+    assert names["decode"](ids) == tokenizer.decode(ids)
+
+
+def test_programs_of_other_versions(as_onnx, fails, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(as_onnx, other)
+    config = json.loads((other / "config.json").read_text())
+    for change, word in (({"format_version": 99}, "update allattn"), ({"sha256": {}}, "sha256")):
+        (other / "config.json").write_text(json.dumps(config | change))
+        assert word in fails(1, "evaluate", other)
+    del config["data"]
+    (other / "config.json").write_text(json.dumps(config))
+    assert "config.json" in fails(1, "evaluate", other)
+
+
 def test_a_program_is_no_source(as_pt2, fails, tmp_path):
     line = fails(1, "generate", as_pt2)
     assert str(as_pt2) in line and "README.md" in line

@@ -49,6 +49,8 @@ class AllattnTokenizer(PreTrainedTokenizer):
                 wanted = VOCAB_FILE if kind == "word" else MODEL_FILE
                 raise ValueError(f"{wanted}: missing; a {kind} tokenizer is made of it")
             self.inner = load_tokenizer(Path(file).parent)
+        if fingerprint is not None and self.inner.fingerprint() != fingerprint:
+            raise ValueError(f"not the {kind} tokenizer of fingerprint {fingerprint}")
         self._names = self.inner.names()
         self._ids = {name: i for i, name in enumerate(self._names)}
         end = self._names[self.inner.eos_id]
