@@ -303,8 +303,9 @@ def _load_checkpoint_weights(folder: Path) -> Weights:
         parameters = fold_output_scales(without_gates(parameters), scales)
         parameters = cut_tensors(parameters, kept, config.d_head)
         config = cut_config(config, kept)
-        ids = zip(meta["head_ids"], kept, strict=True)
-        meta["head_ids"] = [[layer[h] for h in heads] for layer, heads in ids]
+        with blaming(folder / "meta.json"):
+            ids = zip(meta["head_ids"], kept, strict=True)
+            meta["head_ids"] = [[layer[h] for h in heads] for layer, heads in ids]
     return Weights(config, parameters, meta, folder)
 
 

@@ -31,6 +31,7 @@ def test_the_plan():
         sweep.plan(["run.seed=1,1"])
 
 
+@pytest.mark.slow
 def test_runs_go_on_and_are_compared(tiny_yaml, tmp_path, capsys):
     out = tmp_path / "runs"
     argv = [str(tiny_yaml), "--set", "run.seed=1,2", "--out", str(out), "stages[1].steps=2"]

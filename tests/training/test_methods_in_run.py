@@ -482,11 +482,9 @@ def test_micro_batches_decide_alike(make_config, train, local, size):
     assert_same_decisions(run, local)
 
 
-other_zeros = [pytest.param(zero, marks=pytest.mark.slow) for zero in (0, 1, 3)]
-
-
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("zero", [2, *other_zeros])
+@pytest.mark.parametrize("zero", [2, 0, 1, 3])
 def test_two_ranks_decide_alike(tiny_yaml, tmp_path, local, zero):
     done = two_ranks(
         tiny_yaml, f"run.dir={tmp_path}", *EVERY_METHOD, "train.micro_batch_size=1",

@@ -72,14 +72,15 @@ def test_killed_at_any_moment(tiny_yaml, tmp_path, kills):
         deadline = time.monotonic() + 60
         # wait for its first step, then up to a second more: starting takes seconds
         while time.monotonic() < deadline and process.poll() is None:
-            if len(checkpoints_of(run.folder)) > before or rng.random() < 0.005:
+            if len(checkpoints_of(run.folder)) > before or rng.random() < 0.002:
                 break
             time.sleep(0.02)
         time.sleep(rng.random() * (0.3 if kills > 10 else 1.0))
         process.kill()
         process.communicate()
         killed += 1
-    assert checkpoints_of(run.folder)[-1].name < f"step_{steps:08d}"  # every one of them hit it
+    names = [path.name for path in checkpoints_of(run.folder)]
+    assert max(names, default="") < f"step_{steps:08d}"  # every one of them hit it
     process = start(tiny_yaml, *options, f"run.dir={tmp_path / 'killed'}", "--resume")
     out, _ = process.communicate(timeout=200)
     assert process.returncode == 0, out
