@@ -91,3 +91,13 @@ def test_files_that_do_not_belong(tokenizer, inner, tmp_path):
     (tmp_path / name).unlink()
     with pytest.raises(ValueError, match=f"{name}: missing"):
         AllattnTokenizer.from_pretrained(tmp_path)
+
+
+def test_another_models_tokenizer(inner, tokenizer, tmp_path):
+    if inner.kind == "byte":
+        pytest.skip("there is one for all")
+    (tmp_path / "config.json").write_text(json.dumps({"tokenizer": inner.fingerprint()}))
+    AllattnTokenizer.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"tokenizer": "another"}))
+    with pytest.raises(ValueError, match="not the one that the model"):
+        AllattnTokenizer.from_pretrained(tmp_path)

@@ -37,7 +37,7 @@ class AllattnConfig(PretrainedConfig):
         if format_version != EXPORT_VERSION:
             raise ValueError(
                 f"config.json: an allattn export of format version {format_version}, this is the "
-                f"code of {EXPORT_VERSION}; export it again (allattn export OLD --out NEW)"
+                f"code of {EXPORT_VERSION}; export it again with a new allattn (allattn export)"
             )
         self.format_version = format_version
         self.model = dict(model or {})

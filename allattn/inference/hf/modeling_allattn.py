@@ -157,6 +157,8 @@ class AllattnForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if output_attentions or output_hidden_states:
             raise ValueError("output_attentions, output_hidden_states: allattn does not give them")
+        if input_ids.shape[1] == 0:
+            raise ValueError("input_ids: empty; a text begins after a line end, the eos_token")
         past = past_key_values if past_key_values is not None else cache
         n_seen = 0 if past is None else past.n_seen
         padding_B = _left_padding(attention_mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,22 @@ from transformers import PreTrainedTokenizer
 
 from allattn.data.base import MODEL_FILE, VOCAB_FILE
 from allattn.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+
+
+def _check_model(folder: Path, inner: Tokenizer) -> None:
+    """Refuse a tokenizer that is not the one of the model beside it.
+
+    Raises:
+        ValueError: naming both.
+    """
+    path = folder / "config.json"
+    if folder.name and path.is_file():
+        expected = json.loads(path.read_text(encoding="utf-8")).get("tokenizer")
+        if expected not in (None, inner.fingerprint()):
+            raise ValueError(
+                f"{folder}: its tokenizer is not the one that the model in {path.name} was trained "
+                "with; export it again"
+            )
 
 
 class AllattnTokenizer(PreTrainedTokenizer):
@@ -51,6 +68,7 @@ class AllattnTokenizer(PreTrainedTokenizer):
             self.inner = load_tokenizer(Path(file).parent)
         if fingerprint is not None and self.inner.fingerprint() != fingerprint:
             raise ValueError(f"not the {kind} tokenizer of fingerprint {fingerprint}")
+        _check_model(Path(model_file or vocab_file or "").parent, self.inner)
         self._names = self.inner.names()
         self._ids = {name: i for i, name in enumerate(self._names)}
         end = self._names[self.inner.eos_id]
