@@ -31,8 +31,8 @@ from allattn.inference.export import export
 from allattn.inference.load import Source, load_pretrained, open_source
 from allattn.inference.onnx import quantise, session_call, to_onnx
 from allattn.inference.programs import Call, Program
+from allattn.inference.prune import cut_source
 from allattn.model.transformer import count_parameters
-from allattn.pruning.removal import cut_config, cut_tensors
 
 ENGINES = ("pytorch", "onnx", "int8")
 NO_HEADS = "(no heads)"
@@ -82,7 +82,7 @@ def _start(path: Path, batch: int) -> list[torch.Tensor]:
 
 def prepare(source: Source, folder: Path, engines: list[str]) -> dict[str, Path]:
     """The file that each engine loads."""
-    export(source, folder)
+    export(source, folder, check=False)
     paths = {"pytorch": folder / "model.safetensors"}
     if set(engines) - {"pytorch"}:
         config = dataclasses.replace(source.config, attention="reference")
@@ -95,14 +95,8 @@ def prepare(source: Source, folder: Path, engines: list[str]) -> dict[str, Path]
 
 
 def without_heads(source: Source) -> Source:
-    """What is left of a model when every head is gone."""
-    kept: list[list[int]] = [[] for _ in source.config.heads]
-    weights = source.weights
-    parameters = cut_tensors(weights.parameters, kept, weights.config.d_head)
-    smaller = dataclasses.replace(
-        weights, config=cut_config(weights.config, kept), parameters=parameters
-    )
-    return dataclasses.replace(source, weights=smaller)
+    """What the rest of a model costs: the same one without any head."""
+    return cut_source(source, [[] for _ in source.config.heads])
 
 
 def peak_memory_mb(engine: str, path: Path, batch: int, prompt: int) -> float:

@@ -96,7 +96,7 @@ def prune(
             streams = partial(_streams, corpus, source, stage, batch_size)
             scores = head_scores(stage, model, streams, [seed, 0])
         kept = method.cut(scores, k)
-        smaller = _cut(source, kept)
+        smaller = cut_source(source, kept)
         model = smaller.weights.build().to(device)
         result = evaluate(model, corpus, split, batch_size)
         rows.append(
@@ -142,7 +142,7 @@ def _streams(
     yield (lanes.batch(k, 0, batch_size) for k in range(min(stage.batches, lanes.n_segments)))
 
 
-def _cut(source: Source, kept: list[list[int]]) -> Source:
+def cut_source(source: Source, kept: list[list[int]]) -> Source:
     """The source with these heads alone."""
     weights, info = source.weights, export_info(source)
     run = info["run"]
