@@ -20,13 +20,12 @@ from allattn.analysis.curves import (
 from allattn.analysis.relevance import relevance
 from allattn.analysis.roles import HeadView, count_tokens, view_heads
 from allattn.analysis.sample import Sample, take_sample
-from allattn.analysis.survival import Head, by_first_number, gate_order, survival
+from allattn.analysis.survival import Head, by_first_number, survival
 from allattn.analysis.syntax import SyntaxView, syntactic_heads
 from allattn.data.lanes import Corpus
 from allattn.model.transformer import TransformerLM
 
 TOLERANCE = 0.01  # of the loss: what "removable" allows
-Progress = Callable[[str, int], Any]  # what is done, and how many tokens or sentences it will take
 
 
 @dataclass
@@ -76,10 +75,10 @@ class Settings:
         seed: of random orders and of tests.
     """
 
-    split: str = "valid"
-    n_tokens: int = 8192
-    batch_size: int = 8
-    seed: int = 1
+    split: str
+    n_tokens: int
+    batch_size: int
+    seed: int
 
 
 class Analyzer:
@@ -123,8 +122,6 @@ class Analyzer:
             effects = ablate_each(model, text, **common, on_tokens=bar.update)
         with self._part(subject, "each head alone", n) as bar:
             singles = best_single_heads(model, text, **common, on_tokens=bar.update)
-        order = self._gate_order(history)
-        curves = [self._curves(state, order) for state in [*history.states, subject]]
         by_head = {(e.layer, e.head): e for e in effects}
         heads = [
             row
@@ -142,12 +139,14 @@ class Analyzer:
                 roles = _by_layer(rows, state, history.first_heads)
                 dense_syntax = _syntax(found[1], state)
         states.append({"name": subject.name, "step": subject.step, "heads": heads})
-        fates: dict[str, Any] | None = None
-        if order and roles is None:  # the checkpoint is gone: what went when, without roles
+        if roles is None:  # the checkpoint is gone: what went when, without roles
             roles = [[[] for _ in range(n)] for n in history.first_heads]
-        if order:
-            now = _by_layer(heads, subject, history.first_heads)
-            fates = {"roles": roles} | asdict(survival(history.lines, roles, {subject.step: now}))
+        now = _by_layer(heads, subject, history.first_heads)
+        went = survival(history.lines, roles, {subject.step: now}) if history.lines else None
+        if went and all(step is None for row in went.closed_at for step in row):
+            went = None  # no head was closed
+        order = went.order if went else []
+        curves = [self._curves(state, order) for state in [*history.states, subject]]
         return {
             "text": {
                 "split": settings.split,
@@ -164,7 +163,7 @@ class Analyzer:
                 asdict(s) | {"best": subject.head_ids[s.layer][s.best]} for s in singles
             ],
             "states": states,
-            "survival": fates,
+            "survival": {"roles": roles} | asdict(went) if went else None,
             "curves": curves,
         }
 
@@ -201,14 +200,6 @@ class Analyzer:
                 roles = view.roles + (syntax.roles[layer][h] if syntax else [])
                 rows.append({"layer": layer, "head": first} | asdict(view) | {"roles": roles})
         return rows
-
-    def _gate_order(self, history: History) -> list[Head]:
-        """As the run's pruning closed its heads; none where it closed none."""
-        if not history.lines:
-            return []
-        order = gate_order(history.lines, history.first_heads)
-        closed = survival(history.lines, [[[]] * n for n in history.first_heads]).closed_at
-        return order if any(step is not None for row in closed for step in row) else []
 
     def _curves(self, state: State, order: list[Head]) -> dict[str, Any]:
         model = state.load()

@@ -63,7 +63,10 @@ class Survival:
         rows: for each state `step, stage, heads` (open ones) and `roles`: of the heads with each
             role before pruning, how many are open. A head with two roles counts for both.
         closed_at: by layer and head, the step at which it was closed for good; None: it survived.
-        order: as from `gate_order`.
+        order: all heads as the trained gates gave them up, survivors last: by the step at which a
+            head was closed for good; of the same step by the last P(open) before, the smaller
+            first; then by layer and head. Survivors go by their last P(open) below 1: once it is
+            decided that they stay, all have 1.
         fates: by role.
     """
 
@@ -144,24 +147,6 @@ def closing_steps(history: list[State], heads: list[int]) -> list[list[int | Non
         for layer, head in state.open:
             closed[layer][head] = None if following is None else following.step
     return closed
-
-
-def gate_order(lines: Iterable[dict[str, Any]], heads: list[int]) -> list[Head]:
-    """All heads in the order in which the trained gates gave them up, survivors last.
-
-    By the step at which a head was closed for good; of the same step by the last P(open) before,
-    the smaller first; then by layer and head. Survivors go by their last P(open) below 1: once it
-    is decided that they stay, all have 1.
-
-    Args:
-        lines: as for `states`.
-        heads: as for `states`.
-
-    Raises:
-        ValueError: as `states`.
-    """
-    history = states(lines, heads)
-    return _order(history, closing_steps(history, heads))
 
 
 def _order(history: list[State], closed: list[list[int | None]]) -> list[Head]:

@@ -11,6 +11,8 @@ from allattn.cli.commands import print_json
 from allattn.config import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from allattn.analysis.conllu import Sentence
     from allattn.data.lanes import Corpus
     from allattn.inference.load import Source
@@ -29,14 +31,14 @@ def analyze_command(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')}: {getattr(args, name)} is too small")
     if not args.out:
         raise ConfigError("--out: a folder is needed")
-    pick_device(args.device)
+    device = pick_device(args.device)
     source = open_source(args.path)
     corpus = source.corpus(args.data)
     sentences = None if args.conllu is None else read_conllu(args.conllu)
     corpus.tokens(args.split)  # it is there
     with alone(Path(args.out).resolve()):
         start_report(args.out, args.overwrite)
-        report, lines = _analyze(args, source, corpus, sentences)
+        report, lines = _analyze(args, device, source, corpus, sentences)
         write_report(report, lines, args.out)
     if args.json:
         print_json(report)
@@ -46,29 +48,32 @@ def analyze_command(args: argparse.Namespace) -> None:
 
 
 def _analyze(
-    args: argparse.Namespace, source: Source, corpus: Corpus, sentences: list[Sentence] | None
+    args: argparse.Namespace,
+    device: torch.device,
+    source: Source,
+    corpus: Corpus,
+    sentences: list[Sentence] | None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The report, and the lines of the run's metrics.jsonl that it goes by."""
     from allattn.analysis.analyze import Analyzer, History, Settings, State
     from allattn.analysis.survival import read_metrics
     from allattn.inference.evaluate import evaluate
-    from allattn.inference.history import head_ids_of, history_of, step_of
-    from allattn.inference.load import build_model, open_source, pick_device
+    from allattn.inference.history import history_of
+    from allattn.inference.load import build_model, open_source
 
-    device = pick_device(args.device)
     found = history_of(source, args.states)
 
     def state(name: str, of: Source) -> State:
         def load() -> TransformerLM:
             return build_model(of.weights).to(device)
 
-        return State(name, step_of(of), of.config.heads, head_ids_of(of), load)
+        return State(name, of.run["step"], of.config.heads, of.run["head_ids"], load)
 
     subject = state("the model", source)
-    history = History(found.first_heads, [], None, [])
+    history = History(source.run["first_heads"], [], None, [])
     for folder in found.checkpoints:
         earlier = open_source(folder)
-        history.states.append(state(f"step {step_of(earlier)}", earlier))
+        history.states.append(state(f"step {earlier.run['step']}", earlier))
         if folder == found.dense:
             history.dense = history.states[-1]
     notes = []

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from allattn.inference.evaluate import evaluate_source
-from allattn.inference.export import disk_megabytes, initial_heads
+from allattn.inference.export import disk_megabytes
 from allattn.inference.load import open_source
 from allattn.model.transformer import flops_per_token
 from allattn.training.state import write_json
@@ -54,7 +54,7 @@ def _row(path: str, data: str | None, device: torch.device | None) -> dict[str, 
     return {
         "run": label or folder,
         "family": source.config.family,
-        "keep": sum(heads) / max(initial_heads(source), 1),
+        "keep": sum(heads) / max(source.run["run_heads"], 1),
         "heads": heads,
         "params": best["params"],
         "params_non_embedding": best["params_non_embedding"],

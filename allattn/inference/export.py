@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from allattn.config import ConfigError
-from allattn.config.schema import EXPORT_VERSION, ModelConfig
+from allattn.config.schema import EXPORT_VERSION
 from allattn.data.checksum import sha256
 from allattn.data.lock import alone
 from allattn.data.tokenizers import HF_TOKENIZER_FILE
@@ -161,26 +161,9 @@ def disk_megabytes(folder: Path) -> float:
     return sum(f.stat().st_size for f in files) / 1e6
 
 
-def initial_heads(source: Source) -> int:
-    """Heads of the run's first model: what sparsity is a share of."""
-    run = source.weights.info.get("run", source.weights.info)
-    return run.get("run_heads", sum(source.config.heads))
-
-
 def export_info(source: Source) -> dict[str, Any]:
     """An export's `config.json`, without what depends on its files."""
-    info, config = source.weights.info, source.config
-    run = info.get("run")
-    if run is None:
-        run = {
-            "name": info["config"]["run"]["name"],
-            **{key: info[key] for key in ("step", "run_heads", "head_ids", "history")},
-            "first_heads": ModelConfig(**info["config"]["model"]).heads,
-        }
-    if "first_heads" not in run:  # of format version 3, which knows their sum
-        least = [max(ids, default=-1) + 1 for ids in run["head_ids"]]
-        even = run["run_heads"] // config.n_layers
-        run = run | {"first_heads": [max(even, n) for n in least]}
+    config, run = source.config, source.run
     if [len(ids) for ids in run["head_ids"]] != config.heads:
         raise ValueError("its head_ids are not of its heads")
     # without a valid split there is no perplexity, and JSON has no NaN

@@ -36,23 +36,47 @@ class Source:
         """The model's shape."""
         return self.weights.config
 
+    @property
+    def run(self) -> dict[str, Any]:
+        """The run that it comes from: `step, run_heads, head_ids, first_heads, history, name`.
+
+        `head_ids` are by layer the numbers that its heads had in the run's first model, whose head
+        counts are `first_heads`, and their sum `run_heads`.
+
+        Raises:
+            ValueError: the file that tells of it is damaged.
+        """
+        with blaming(self.weights.path / self._about):
+            return self._run()
+
+    @property
+    def _about(self) -> str:
+        """The file that tells of the run."""
+        return "meta.json" if "config" in self.weights.info else "config.json"
+
+    def _run(self) -> dict[str, Any]:
+        info, heads = self.weights.info, self.config.heads
+        if "config" in info:  # a checkpoint
+            run = {key: info[key] for key in ("step", "run_heads", "head_ids", "history")}
+            run["name"] = info["config"]["run"]["name"]
+            run["first_heads"] = ModelConfig(**info["config"]["model"]).heads
+            return run
+        run = dict(info["run"])
+        run.setdefault("run_heads", sum(heads))
+        run["head_ids"] = run.get("head_ids") or [list(range(n)) for n in heads]
+        if "first_heads" not in run:  # of format version 3, which knows their sum
+            even = run["run_heads"] // max(len(heads), 1)
+            run["first_heads"] = [max([even, *(i + 1 for i in ids)]) for ids in run["head_ids"]]
+        return run
+
     def corpus(self, data_dir: str | None = None) -> Corpus:
         """The corpus to evaluate on; it must have this model's tokenizer.
 
         Raises:
             ValueError, FileNotFoundError: absent, or prepared with another tokenizer.
         """
-        try:
-            corpus = Corpus(data_dir or self.data_dir)
-        except FileNotFoundError as error:
-            hint = "" if data_dir else "; or name the prepared corpus with --data"
-            raise ValueError(f"{error}{hint}") from None
-        if corpus.tokenizer.fingerprint() != self.tokenizer_fingerprint:
-            raise ValueError(
-                f"{corpus.dir}: its tokenizer is not the one that {self.weights.path} was trained "
-                "with; prepare the text with that one"
-            )
-        return corpus
+        path = self.weights.path
+        return open_corpus(data_dir, self.data_dir, self.tokenizer_fingerprint, path)
 
     def moved(self, data_dir: str | Path) -> Source:
         """The same, its corpus somewhere else than at training."""
@@ -79,6 +103,33 @@ class Source:
                 f"{folder}: not the tokenizer that {self.weights.path} was trained with"
             )
         return tokenizer
+
+
+def open_corpus(
+    data_dir: str | None, trained_on: str | Path, fingerprint: str, model: Path
+) -> Corpus:
+    """The corpus to evaluate a model on.
+
+    Args:
+        data_dir: where it is; None: where it was at training.
+        trained_on: there.
+        fingerprint: of the model's tokenizer.
+        model: its folder, for the message.
+
+    Raises:
+        ValueError: absent, or prepared with another tokenizer.
+    """
+    try:
+        corpus = Corpus(data_dir or trained_on)
+    except FileNotFoundError as error:
+        hint = "" if data_dir else "; or name the prepared corpus with --data"
+        raise ValueError(f"{error}{hint}") from None
+    if corpus.tokenizer.fingerprint() != fingerprint:
+        raise ValueError(
+            f"{corpus.dir}: its tokenizer is not the one that {model} was trained with; prepare "
+            "the text with that one"
+        )
+    return corpus
 
 
 def open_source(path: str | Path) -> Source:

@@ -17,7 +17,7 @@ from allattn.config import ConfigError, PruneConfig
 from allattn.config.checks import check_prune
 from allattn.data.lanes import Corpus, Lanes
 from allattn.inference.evaluate import evaluate
-from allattn.inference.export import export, export_info, initial_heads
+from allattn.inference.export import export, export_info
 from allattn.inference.load import Source
 from allattn.model.transformer import flops_per_token
 from allattn.pruning.budget import target_heads
@@ -71,7 +71,7 @@ def prune(
     shares = sorted(set(shares), reverse=True)
     if out is not None and Path(out).exists() and not overwrite:
         raise ValueError(f"{out}: exists; give another --out, or --overwrite to replace it")
-    run_heads, weights = initial_heads(source), source.weights
+    run_heads, weights = source.run["run_heads"], source.weights
     targets = []
     for share in shares:
         stage = dataclasses.replace(settings, **{budget: share})
@@ -146,18 +146,15 @@ def cut_source(source: Source, kept: list[list[int]]) -> Source:
     """The source with these heads alone."""
     weights, info = source.weights, export_info(source)
     run = info["run"]
-    head_ids = run.get("head_ids") or [list(range(n)) for n in source.config.heads]
-    run = run | {
-        "head_ids": [[ids[h] for h in heads] for ids, heads in zip(head_ids, kept, strict=True)],
-        "history": list(run["history"]),
-    }
+    pairs = zip(run["head_ids"], kept, strict=True)
+    run["head_ids"] = [[ids[h] for h in heads] for ids, heads in pairs]
     return dataclasses.replace(
         source,
         weights=dataclasses.replace(
             weights,
             config=cut_config(weights.config, kept),
             parameters=cut_tensors(weights.parameters, kept, weights.config.d_head),
-            info=info | {"run": run},
+            info=info,
         ),
     )
 

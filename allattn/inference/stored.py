@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from allattn.config import ModelConfig
-from allattn.data.lanes import Corpus
+from allattn.data.checksum import check_sha256
 from allattn.inference import onnx, pt2
 from allattn.inference.evaluate import scores
+from allattn.inference.load import open_corpus
 from allattn.inference.numbers import DTYPES
 from allattn.inference.programs import Call, program_nats
-from allattn.training.state import blaming, check_export_version, check_sha256, read_json
+from allattn.training.state import blaming, check_export_version, read_json
 
 
 class StoredProgram:
@@ -82,15 +83,7 @@ def evaluate_program(program: StoredProgram, data: str | None, split: str) -> di
     Raises:
         ValueError, FileNotFoundError: no such corpus, or one with another tokenizer.
     """
-    try:
-        corpus = Corpus(data or program.data)
-    except FileNotFoundError as error:
-        hint = "" if data else "; or name the prepared corpus with --data"
-        raise ValueError(f"{error}{hint}") from None
-    if corpus.tokenizer.fingerprint() != program.tokenizer:
-        raise ValueError(
-            f"{corpus.dir}: its tokenizer is not the one that {program.folder} was trained with"
-        )
+    corpus = open_corpus(data, program.data, program.tokenizer, program.folder)
     started = time.perf_counter()
     nats, n = program_nats(program.call, program, corpus, split)
     result = scores(program.config, nats, n, corpus.splits[split], started)

@@ -32,7 +32,7 @@ from allattn.config import (
     model_config_from_dict,
 )
 from allattn.config.schema import EXPORT_VERSION
-from allattn.data.checksum import sha256
+from allattn.data.checksum import check_sha256, sha256
 from allattn.model.transformer import TransformerLM
 from allattn.pruning.gates import log_alphas
 from allattn.pruning.methods import PruningState, build_method
@@ -333,23 +333,6 @@ def with_structure(config: Config, checkpoint: Path | None = None) -> ModelConfi
             f"model.n_layers={source.n_layers}"
         )
     return dataclasses.replace(config.model, n_heads=source.heads, d_head=source.d_head)
-
-
-def check_sha256(folder: Path, expected: dict[str, str], *needed: str) -> None:
-    """Refuse files that are not what was written; the needed ones have to be among them.
-
-    Raises:
-        ValueError: naming the first that is missing or differs.
-    """
-    for name in needed:
-        if name not in expected:
-            raise ValueError(f"{folder / name}: its sha256 is not in config.json; export it again")
-    for name, digest in expected.items():
-        path = folder / Path(name).name  # never outside the folder
-        if not path.is_file():
-            raise ValueError(f"{path}: missing")
-        if sha256(path) != digest:
-            raise ValueError(f"{path}: damaged: its sha256 is not the one that was written")
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

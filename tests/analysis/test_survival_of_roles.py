@@ -11,7 +11,6 @@ from allattn.analysis.survival import (
     by_first_number,
     draw_head_map,
     draw_survivors,
-    gate_order,
     read_metrics,
     states,
     survival,
@@ -76,7 +75,7 @@ def test_ties_go_by_the_last_probability():
         evaluated(30, 2, [[None, None, None, 1.0, 1.0]]),
     ]
     # closed at 20: by P at 10; survivors by P at 20, since all have 1 at the end
-    assert gate_order(lines, [5]) == [(0, 1), (0, 2), (0, 0), (0, 4), (0, 3)]
+    assert survival(lines, [[[]] * 5]).order == [(0, 1), (0, 2), (0, 0), (0, 4), (0, 3)]
 
 
 def test_lines_without_probabilities():

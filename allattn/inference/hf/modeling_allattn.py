@@ -17,7 +17,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from allattn.data.checksum import sha256
+from allattn.data.checksum import check_sha256, sha256
 from allattn.inference.hf.configuration_allattn import AllattnConfig
 from allattn.model.attention import KeyValues
 from allattn.model.transformer import Memory, TransformerLM
@@ -279,7 +279,8 @@ class AllattnForCausalLM(PreTrainedModel, GenerationMixin):
         path = pretrained_model_name_or_path
         wants_info = kwargs.pop("output_loading_info", False)
         if isinstance(path, (str, Path)) and (Path(path) / "config.json").is_file():
-            _check_files(Path(path))
+            values = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+            check_sha256(Path(path), values.get("sha256", {}))
         model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info.get(kind):
@@ -341,14 +342,3 @@ def _join(memories: list[Memory], sizes: list[int]) -> Memory:
             [like.new_zeros(n) if p is None else p for p, n in zip(found, sizes, strict=True)]
         )
     return Memory(layers, memories[0].length, padding)
-
-
-def _check_files(folder: Path) -> None:
-    """ValueError where the weights are not those that were written with the config."""
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for name, digest in values.get("sha256", {}).items():
-        path = folder / Path(name).name  # never outside the folder
-        if not path.is_file():
-            raise ValueError(f"{path}: missing")
-        if sha256(path) != digest:
-            raise ValueError(f"{path}: damaged: its sha256 is not the one that was written")
