@@ -76,7 +76,7 @@ def test_going_on_after_a_shared_stage_is_the_run_itself(
 ):
     folder, runs = experiment(), tmp_path / "runs"
     argv = [str(folder), "--data", str(tiny_corpus), "--runs", str(runs), "train.save_every=1"]
-    assert run.main(argv) == 0
+    assert run.main([*argv, "--jobs", "2"]) == 0  # the second waits for its first stage
     own, wanted = (
         load_file(p / "final" / "model.safetensors") for p in (runs / "run-s3", finished_run)
     )

@@ -3,6 +3,7 @@
     python tools/experiments/run.py claim1_figure --data data/wikitext-2-sp4000
     python tools/experiments/run.py claim1_figure --smoke       # a few steps of everything
     python tools/experiments/run.py claim1_figure --seeds 1 2   # instead of the experiment's own
+    python tools/experiments/run.py claim1_figure --jobs 2      # two runs at a time
     python tools/experiments/run.py claim1_figure --list        # runs, steps, sizes; no training
 
 Finished runs are not trained again: stop it whenever you like. Experiments share their runs: one of
@@ -39,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", default="data/wikitext-2-sp4000", help="a prepared corpus")
     parser.add_argument("--runs", default="runs/experiments", help="where all runs' folders are")
     parser.add_argument("--seeds", type=int, nargs="+", help="instead of the experiment's")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time")
     parser.add_argument("--smoke", action="store_true", help="a few steps a stage")
     parser.add_argument("--list", action="store_true", help="only say what would be run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
@@ -55,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         describe(experiment)
         return 0
     try:
-        failed = train_missing(experiment)
+        failed = train_missing(experiment, args.jobs)
     except ConfigError as error:
         print(f"experiments: error: {error}", file=sys.stderr)
         return 2

@@ -26,8 +26,10 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -170,39 +172,59 @@ def shrink(config: Config) -> None:
             stage.prune.remove, stage.prune.patience = {"every": 2}, 1
 
 
-def train_missing(experiment: Experiment) -> list[str]:
+def train_missing(experiment: Experiment, jobs: int = 1) -> list[str]:
     """Train, or go on with, every run that is not finished; names of those that failed.
 
     Each is a process of its own, with its log beside its folder. Seconds add up over restarts in
     `seconds.json`.
+
+    Args:
+        experiment: whose runs.
+        jobs: runs at a time; they share the cores, unless OMP_NUM_THREADS says what each gets.
     """
     experiment.runs_dir.mkdir(parents=True, exist_ok=True)
-    failed: list[str] = []
-    for i, run in enumerate(experiment.runs, 1):
-        where = f"[{i}/{len(experiment.runs)}] {run.name}"
-        config, log = (experiment.runs_dir / f"{run.name}{end}" for end in (".yaml", ".log"))
+    for run in experiment.runs:
+        config = experiment.runs_dir / f"{run.name}.yaml"
         if config.exists() and load_config(config) != run.config:
             raise ConfigError(f"{config}: a run of this name has another config; give other --runs")
+    environment = dict(os.environ)
+    if jobs > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
+    trained: dict[str, Future[bool]] = {}
+
+    def train(run: Run, where: str) -> bool:
         if experiment.finished(run):
             print(f"{where}: finished before", file=sys.stderr)
-            continue
-        if run.after in failed:
-            print(f"{where}: left out, {run.after} failed", file=sys.stderr)
-            failed.append(run.name)
-            continue
+            return True
         if run.after is not None:
+            if not trained[run.after].result():  # it began earlier, so it will end
+                print(f"{where}: left out, {run.after} failed", file=sys.stderr)
+                return False
             fork(experiment.runs_dir / run.after, experiment.path(run))
+        config, log = (experiment.runs_dir / f"{run.name}{end}" for end in (".yaml", ".log"))
         save_config(run.config, config)
         print(f"{where}: {run.steps} steps, log in {log}", file=sys.stderr)
         command = [sys.executable, "-m", "allattn", "train", str(config), "--resume"]
         started = time.time()
         with log.open("a", encoding="utf-8") as output:
-            status = subprocess.run(command, stdout=output, stderr=output, check=False).returncode
-        _add_seconds(experiment.runs_dir / "seconds.json", run.name, time.time() - started)
+            status = subprocess.run(
+                command, stdout=output, stderr=output, env=environment, check=False
+            ).returncode
+        with adding:
+            _add_seconds(experiment.runs_dir / "seconds.json", run.name, time.time() - started)
         if status:
-            failed.append(run.name)
             print(f"{where}: failed, status {status}", file=sys.stderr)
-    return failed
+        return status == 0
+
+    adding = Lock()
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        for i, run in enumerate(experiment.runs, 1):
+            where = f"[{i}/{len(experiment.runs)}] {run.name}"
+            trained[run.name] = pool.submit(train, run, where)
+        return [name for name, future in trained.items() if not future.result()]
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C: those that wait do not begin
 
 
 def fork(source: Path, target: Path) -> None:
