@@ -75,7 +75,23 @@ def size(experiment: Experiment, results: dict[str, Any]) -> str:
         axes.legend()
     figure.savefig(experiment.folder / "plot.png", dpi=150)
     plt.close(figure)
-    return run_table(results)
+    return share_table(results) + "\n" + run_table(results)
+
+
+def share_table(results: dict[str, Any]) -> str:
+    """Test perplexity of each group at each share of the full size, with parameters and seeds."""
+    entries = [found for found in means(results, "test_ppl").values() if found[0]["share"]]
+    groups = list(dict.fromkeys(row["group"] for row, _, _ in entries))
+    cells = {
+        (row["share"], row["group"]): f"{ppl:.2f} ({row['params_non_embedding'] / 1e6:.2f}M"
+        + (f", {n} seeds)" if n > 1 else ")")
+        for row, ppl, n in entries
+    }
+    rows = [
+        [f"{share:.0%}", *(cells.get((share, group), "-") for group in groups)]
+        for share in sorted({share for share, _ in cells}, reverse=True)
+    ]
+    return markdown(["share", *groups], rows)
 
 
 def bars(experiment: Experiment, results: dict[str, Any]) -> str:

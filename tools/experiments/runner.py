@@ -14,7 +14,8 @@ An experiment is a folder with an `experiment.yaml`:
 `stages: n` trains the first n stages alone. `after: RUN` goes on from where that run of the same
 seed ended, bit for bit as if it had begun itself: the stages done must be the same, so a dense
 stage that many runs share is trained once. `{RUNS}` in a setting is the folder of the runs,
-`{SEED}` the seed.
+`{SEED}` the seed. `group` and `label`
+are for tables and plots; runs of one `share` stand in one row.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from allattn.inference.compare import compare
 from allattn.training.state import checkpoints_of, read_json, write_json
 
 HERE = Path(__file__).resolve().parent
-KEYS = {"name", "config", "stages", "after", "seeds", "set", "group", "label"}
+KEYS = {"name", "config", "stages", "after", "seeds", "set", "group", "label", "share"}
 
 
 @dataclass
@@ -266,6 +267,7 @@ def results(experiment: Experiment) -> dict[str, Any]:
             "name": run.entry["name"],
             "group": run.entry.get("group", ""),
             "label": run.entry.get("label", run.entry["name"]),
+            "share": run.entry.get("share"),
             "seed": run.seed,
             "steps": run.steps,
             "train_tokens": tokens,
