@@ -111,3 +111,10 @@ def _check_heads(words: Sentence, numbers: list[int]) -> None:
         if word.head is not None and (word.head >= len(words) or word.head == i):
             wrong = "is the word itself" if word.head == i else f"of {len(words)} words"
             raise _BadHead(number, f"head {word.head + 1} {wrong}; another word's number, or 0")
+    for i, number in enumerate(numbers):
+        seen, at = set(), i
+        while at is not None and at not in seen:
+            seen.add(at)
+            at = words[at].head
+        if at == i:
+            raise _BadHead(number, f"word {i + 1} hangs, over its heads, from itself; none may")

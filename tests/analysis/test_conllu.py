@@ -69,6 +69,14 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path, replaced, by, number, w
     assert "\n" not in str(raised.value)
 
 
+def test_heads_that_go_in_a_circle_are_refused(tmp_path):
+    path = tmp_path / "a.conllu"
+    rows = [line(1, "a", 2, "x"), line(2, "b", 3, "x"), line(3, "c", 4, "x"), line(4, "d", 3, "x")]
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 3: word 3 hangs, over its heads, from itself"):
+        read_conllu(path)
+
+
 def test_what_is_no_conllu_at_all(tmp_path):
     path = tmp_path / "a.conllu"
     with pytest.raises(FileNotFoundError, match="no such file"):
