@@ -42,7 +42,7 @@ def experiment(tiny_yaml, tmp_path):
 
 
 def test_the_claims_are_there():
-    assert [name[:6] for name in CLAIMS] == [f"claim{i}" for i in range(1, 7)]
+    assert sorted({name[:6] for name in CLAIMS}) == [f"claim{i}" for i in range(1, 7)]
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
