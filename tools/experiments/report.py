@@ -22,7 +22,7 @@ from allattn.inference.prune import prune
 from allattn.training.state import checkpoints_of, read_json, write_json
 
 Row = dict[str, Any]
-PERPLEXITIES = ("valid_ppl", "test_ppl", "word_ppl")
+PERPLEXITIES = ("valid_ppl", "test_ppl", "word_ppl")  # word_ppl: of the test split
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
@@ -32,30 +32,33 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 
 
 def run_table(results: dict[str, Any]) -> str:
-    """Every run; perplexities are per token, word ppl per word of the test split."""
+    """Every run; perplexities are per token, word ppl per word of the test split; valid ones as at
+    the end of training.
+    """
     rows = [
         [
             f"{row['label']}, seed {row['seed']}", str(row["steps"]), str(sum(row["heads"])),
             " ".join(map(str, row["heads"])), f"{row['params_non_embedding']:,}",
             *("-" if row[key] is None else f"{row[key]:.2f}" for key in PERPLEXITIES),
-            f"{row['tokens_per_second']:,.0f}", f"{row['train_seconds']:,.0f}",
+            f"{row['train_seconds']:,.0f}",
             f"{row['wall_seconds']:,.0f}",
         ]
         for row in results["runs"]
     ]  # fmt: skip
     head = ["run", "steps", "heads", "by layer", "parameters", "valid ppl", "test ppl", "word ppl",
-            "eval tokens/s", "train s", "own wall s"]  # fmt: skip
+            "train s", "own wall s"]  # fmt: skip
     return markdown(head, rows)
 
 
 def means(results: dict[str, Any], key: str) -> dict[str, tuple[Row, float, int]]:
-    """For each entry: its first row, the mean over seeds, how many there are."""
+    """For each entry that has the key: its first row, the mean over seeds, how many there are."""
     found: dict[str, list[Row]] = {}
     for row in results["runs"]:
         found.setdefault(row["name"], []).append(row)
     return {
         name: (rows[0], statistics.fmean(row[key] for row in rows), len(rows))
         for name, rows in found.items()
+        if rows[0][key] is not None
     }
 
 
@@ -95,8 +98,8 @@ def share_table(results: dict[str, Any]) -> str:
 
 
 def bars(experiment: Experiment, results: dict[str, Any]) -> str:
-    """Test perplexity of every entry, groups side by side."""
-    rows = [(row, ppl) for row, ppl, _ in means(results, "test_ppl").values() if row["group"]]
+    """Valid perplexity of every entry, groups side by side."""
+    rows = [(row, ppl) for row, ppl, _ in means(results, "valid_ppl").values() if row["group"]]
     groups = list(dict.fromkeys(row["group"] for row, _ in rows))
     figure, panels = plt.subplots(
         1, max(len(groups), 1), figsize=(3 + 3.5 * max(len(groups), 1), 4), layout="constrained",
@@ -108,7 +111,7 @@ def bars(experiment: Experiment, results: dict[str, Any]) -> str:
         low = min(ppl for _, ppl in members)
         axes.set_xlim(0.9 * low, None)
         axes.set_title(group)
-        axes.set_xlabel("test perplexity a token")
+        axes.set_xlabel("valid perplexity a token")
     figure.savefig(experiment.folder / "plot.png", dpi=150)
     plt.close(figure)
     return run_table(results)

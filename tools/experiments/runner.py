@@ -4,6 +4,7 @@ An experiment is a folder with an `experiment.yaml`:
 
     claim: what the papers say
     report: size | heads | bars | removable | time      (`report.py` makes table and plot)
+    test: true                                          (the result is on the test split, not valid)
     seeds: [1]                                          (for runs that name none)
     runs:
       - {name: dense, config: all_attention.yaml}
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -37,7 +38,9 @@ import torch
 import yaml
 
 from allattn.config import Config, ConfigError, load_config, save_config, validate
-from allattn.inference.compare import compare
+from allattn.inference.evaluate import evaluate_source
+from allattn.inference.load import Source, open_source
+from allattn.model.transformer import count_parameters, flops_per_token
 from allattn.training.state import checkpoints_of, read_json, write_json
 
 HERE = Path(__file__).resolve().parent
@@ -81,6 +84,7 @@ class Experiment:
         report: which of `report.py`'s reports.
         runs: in the order of training.
         runs_dir: where the runs' folders are.
+        test: the result is on the test split, not on valid.
         smoke: only a few steps: shows that the command works, and nothing else.
     """
 
@@ -89,8 +93,8 @@ class Experiment:
     report: str
     runs: list[Run]
     runs_dir: Path
+    test: bool = False
     smoke: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
 
     def path(self, run: Run) -> Path:
         """A run's folder."""
@@ -129,10 +133,9 @@ def load_experiment(
             if run.after is not None and run.after not in runs:
                 raise ConfigError(f"{path}: run {run.name}: no run {run.after} before it")
             runs[run.name] = run
-    known = {"claim", "report", "seeds", "runs"}
-    options = {key: value for key, value in data.items() if key not in known}
+    test = data.get("test", False)
     return Experiment(
-        folder, data["claim"], data["report"], list(runs.values()), runs_dir, smoke, options
+        folder, data["claim"], data["report"], list(runs.values()), runs_dir, test, smoke
     )
 
 
@@ -249,7 +252,7 @@ def _add_seconds(path: Path, name: str, seconds: float) -> None:
 def results(experiment: Experiment) -> dict[str, Any]:
     """What came of the finished runs, and under which circumstances.
 
-    A run is evaluated once; what was found is kept beside it, in `row.json`.
+    `valid_ppl` is that of the run's own last evaluation.
     """
     seconds = experiment.runs_dir / "seconds.json"
     wall = read_json(seconds) if seconds.exists() else {}
@@ -258,32 +261,37 @@ def results(experiment: Experiment) -> dict[str, Any]:
         if not experiment.finished(run):
             continue
         folder = experiment.path(run)
-        kept = folder / "row.json"
-        if not kept.exists():
-            row = compare([f"{run.name}={folder}"], folder / "compare", run.config.data.dir)[0]
-            write_json(kept, row)
-        tokens = run.steps * run.config.train.batch_size * run.config.model.seq_len
-        own = {
+        source = open_source(folder)
+        parts = count_parameters(source.config)
+        curve = [
+            [line["step"], round(line["ppl"], 3)]
+            for line in metrics(folder)
+            if line.get("split") == "valid"
+        ]
+        test = _test(folder, source, run) if experiment.test and "group" in run.entry else {}
+        rows.append({
             "name": run.entry["name"],
             "group": run.entry.get("group", ""),
             "label": run.entry.get("label", run.entry["name"]),
             "share": run.entry.get("share"),
             "seed": run.seed,
             "steps": run.steps,
-            "train_tokens": tokens,
+            "train_tokens": run.steps * run.config.train.batch_size * run.config.model.seq_len,
             # of this run alone: what it shares with `after` is counted there
             "wall_seconds": round(wall.get(run.name, 0.0), 1),
             "after": run.after,
             "train_seconds": round(train_seconds(run, folder), 1),
             "settings": run.entry.get("set", []),
             "config": run.entry["config"],
-            "valid_curve": [
-                [line["step"], round(line["ppl"], 3)]
-                for line in metrics(folder)
-                if line.get("split") == "valid"
-            ],
-        }
-        rows.append(own | read_json(kept))
+            "heads": source.config.heads,
+            "params": sum(parts.values()),
+            "params_non_embedding": sum(parts.values()) - parts["vocabulary"],
+            "flops_per_token": flops_per_token(source.config),
+            "valid_curve": curve,
+            "valid_ppl": curve[-1][1],
+            "test_ppl": test.get("ppl"),
+            "word_ppl": test.get("word_ppl"),
+        })  # fmt: skip
     return {
         "claim": experiment.claim,
         "smoke": experiment.smoke,
@@ -291,6 +299,15 @@ def results(experiment: Experiment) -> dict[str, Any]:
         "runs": rows,
         "missing": [run.name for run in experiment.runs if not experiment.finished(run)],
     }
+
+
+def _test(folder: Path, source: Source, run: Run) -> dict[str, Any]:
+    """A run's evaluation on the test split, made once and kept beside it, in `test.json`."""
+    kept = folder / "test.json"
+    if not kept.exists():
+        print(f"{run.name}: test split", file=sys.stderr)
+        write_json(kept, evaluate_source(source, source.corpus(run.config.data.dir), "test"))
+    return read_json(kept)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
