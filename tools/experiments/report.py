@@ -147,7 +147,7 @@ def removable(experiment: Experiment, results: dict[str, Any]) -> str:
 
     What was found is kept beside each checkpoint: a second call only draws.
     """
-    shares = [0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]
+    shares = [0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.5]
     shares = [0.75, 0.5] if experiment.smoke else shares
     figure, axes = plt.subplots(figsize=(6.5, 4.5), layout="constrained")
     rows, curves = [], []
