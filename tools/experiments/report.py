@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from runner import Experiment, Run, metrics
 
-from allattn.config import PruneConfig
+from allattn.config import PruneConfig, StageConfig
 from allattn.data.lanes import Corpus
 from allattn.inference.load import open_source
 from allattn.inference.prune import prune
@@ -132,14 +132,23 @@ def heads(experiment: Experiment, results: dict[str, Any]) -> str:
 
 
 def _head_picture(axes: Axes, experiment: Experiment, run: Run) -> None:
-    lines = [x for x in metrics(experiment.path(run)) if "heads_by_layer" in x]
+    begun = metrics(experiment.path(run))
+    dense = sum(stage.steps for stage in itertools.takewhile(_dense, run.config.stages))
+    lines = [x for x in begun if "heads_by_layer" in x and x["step"] >= dense]
     steps = [line["step"] for line in lines]
     counts = [line["heads_by_layer"] for line in lines]
-    for layer in range(len(counts[0]) if counts else 0):
-        axes.plot(steps, [by_layer[layer] for by_layer in counts], label=f"layer {layer}")
+    layers = len(counts[0]) if counts else 0
+    for layer in range(layers):  # a little apart, or equal counts would hide each other
+        shifted = [by_layer[layer] + 0.03 * layer for by_layer in counts]
+        axes.plot(steps, shifted, label=f"layer {layer}", color=plt.cm.viridis(layer / layers))
     axes.set_title(run.entry.get("label", run.name), fontsize=9)
     axes.set_ylabel("open heads", fontsize=8)
-    axes.legend(fontsize=6, ncols=6, loc="lower left")
+    axes.set_xlabel("step", fontsize=8)
+    axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def _dense(stage: StageConfig) -> bool:
+    return stage.prune is None
 
 
 def removable(experiment: Experiment, results: dict[str, Any]) -> str:
