@@ -71,15 +71,17 @@ class Watch:
         self.tokenizer = corpus.tokenizer  # read here, before the run's folder is made
         self.split = "valid" if "valid" in corpus.splits else "train"
 
-    def loss(self, split: str) -> dict[str, float]:
-        """Loss and perplexity of a whole split; NaN for one that is not there."""
+    def loss(self, split: str, most: int | None = None) -> dict[str, float]:
+        """Loss and perplexity of a split, or of its first `most` tokens; NaN for one that is not
+        there.
+        """
         if split not in self.corpus.splits:
             return {"loss": float("nan"), "ppl": float("nan")}
         with self._evaluating():
             total = score_stream(
                 self.live.engine,
                 self.live.engine.module,
-                self.corpus.tokens(split),
+                self.corpus.tokens(split)[:most],
                 self.tokenizer.eos_id,
                 seq_len=self.config.model.seq_len,
                 batch_size=self.config.train.eval_batch_size,

@@ -14,8 +14,10 @@ from allattn.cli import main
 from allattn.config import model_config_from_dict
 from allattn.inference.load import load_pretrained
 from allattn.pruning.removal import cut_tensors
+from allattn.training import trainer
 from allattn.training.live import LiveModel
 from allattn.training.state import Snapshot
+from allattn.training.watch import Watch
 
 EVERY = [
     "stages[1].prune.remove={every: 2}", "stages[1].prune.patience=1",
@@ -39,6 +41,27 @@ def removals(monkeypatch):
 
     monkeypatch.setattr(LiveModel, "remove", watched)
     return seen
+
+
+def test_a_removal_is_checked_on_a_piece_of_the_valid_split(make_config, train, monkeypatch):
+    pieces = []
+    loss = Watch.loss
+
+    def watched(watch, split, most=None):
+        found = loss(watch, split, most)
+        if most is not None:
+            pieces.append((most, found["loss"], loss(watch, split, 10 * most)["loss"]))
+        return found
+
+    monkeypatch.setattr(Watch, "loss", watched)
+    monkeypatch.setattr(trainer, "REMOVAL_TOKENS", 100)
+    run = train(make_config("stages[1].prune.keep=0.5"))
+    (removal,) = run.events("removal")
+    assert [piece[:2] for piece in pieces] == [
+        (100, removal["loss_before"]),
+        (100, removal["loss_after"]),
+    ]
+    assert all(found != more for _, found, more in pieces)  # it is a piece
 
 
 @pytest.mark.parametrize("family", ["all-attention", "transformer-xl"])
