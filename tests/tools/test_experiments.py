@@ -82,8 +82,9 @@ def test_going_on_after_a_shared_stage_is_the_run_itself(
     )
     assert own.keys() == wanted.keys() and all(own[n].equal(wanted[n]) for n in own)
     found = read_json(folder / "results.json")
-    assert found["missing"] == [] and found["circumstances"]["torch"] and not found["smoke"]
+    assert found["missing"] == [] and not found["smoke"]
     trunk, row = found["runs"]
+    assert row["circumstances"]["torch"] and row["circumstances"]["threads"]
     assert (trunk["steps"], row["steps"], row["after"]) == (DENSE_END, STEPS, "trunk-s3")
     assert row["seed"] == 3 and row["valid_curve"][-1][0] == STEPS and sum(row["heads"]) == 4
     assert 0 < row["train_seconds"] and 0 < row["wall_seconds"]
@@ -96,7 +97,7 @@ def test_going_on_after_a_shared_stage_is_the_run_itself(
     assert capsys.readouterr().err.count("finished before") == 2
     experiment(set=["stages[1].prune.keep=0.25"])  # not the run of this name any more
     assert run.main(argv) == 2
-    assert "another config" in capsys.readouterr().err
+    assert "another config (stages)" in capsys.readouterr().err
 
     for name, report in run.REPORTS.items():
         if name != "removable":  # prunes: `slow`
@@ -117,6 +118,63 @@ def test_a_wrong_entry_starts_nothing(run, experiment, tmp_path, capsys, change,
     assert run.main([str(experiment(**change)), "--runs", str(tmp_path / "runs")]) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["claim7"], "no such experiment; there are claim1_figure, "),
+        (["claim2_techniques", "--data", "nowhere"], "nowhere"),
+        (["claim2_techniques", "--list", "--data", "nowhere"], "nowhere"),
+    ],
+)
+def test_a_wrong_call_starts_nothing(run, tmp_path, capsys, options, words):
+    assert run.main([*options, "--runs", str(tmp_path / "runs")]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "needs claim, report and runs"),
+        ("claim: [", "not YAML"),
+        ("{claim: a, report: size, tset: true, runs: []}", "needs claim, report and runs"),
+        ("{claim: a, report: size, runs: [text]}", "runs: a list"),
+        ("{claim: a, report: size, runs: [{name: a}]}", "needs name and config"),
+        ("{claim: a, report: size, seeds: 1, runs: []}", "seeds: a list"),
+        ("{claim: a, report: sise, runs: []}", "report: one of size"),
+    ],
+)
+def test_a_broken_experiment_is_one_line(run, tiny_corpus, tmp_path, capsys, text, words):
+    (tmp_path / "experiment.yaml").write_text(text, encoding="utf-8")
+    assert run.main([str(tmp_path), "--data", str(tiny_corpus)]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_a_structure_is_waited_for(run, tmp_path):
+    made = run.load_experiment(FOLDER / "claim4_scratch", tmp_path, [], None, False)
+    needs = {r.name: r.needs for r in made.runs}
+    assert needs["aa-scratch-0.5-s1"] == {"aa-0.5-s1"} and needs["aa-0.5-s1"] == {"aa-trunk-s1"}
+
+
+def test_results_are_not_replaced_by_fewer(run, tmp_path):
+    rows = [{"name": "a", "seed": 1}, {"name": "b", "seed": 1}]
+    path = tmp_path / "results.json"
+    assert run.holds_all_of(path, {"runs": []})
+    path.write_text('{"runs": [{"name": "a", "seed": 1}]}')
+    assert run.holds_all_of(path, {"runs": rows}) and not run.holds_all_of(path, {"runs": rows[1:]})
+
+
+@pytest.mark.parametrize(("second", "mean"), [(True, 15.0), (False, 10.0)])
+def test_only_seeds_that_all_have_are_compared(run, second, mean):
+    rows = [{"name": "a", "seed": 1, "ppl": 10.0}, {"name": "a", "seed": 2, "ppl": 20.0}]
+    rows += [{"name": "b", "seed": 1, "ppl": 1.0}]
+    rows += [{"name": "b", "seed": 2, "ppl": 3.0}] if second else []
+    found = importlib.import_module("report").means({"runs": rows}, "ppl")
+    assert found["a"][1:] == (mean, 1 + second) and found["b"][1] == 1 + second
 
 
 @pytest.mark.slow

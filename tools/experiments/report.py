@@ -46,19 +46,26 @@ def run_table(results: dict[str, Any]) -> str:
         for row in results["runs"]
     ]  # fmt: skip
     head = ["run", "steps", "heads", "by layer", "parameters", "valid ppl", "test ppl", "word ppl",
-            "train s", "own wall s"]  # fmt: skip
+            "train s, from step 0", "wall s, own part"]  # fmt: skip
     return markdown(head, rows)
 
 
 def means(results: dict[str, Any], key: str) -> dict[str, tuple[Row, float, int]]:
-    """For each entry that has the key: its first row, the mean over seeds, how many there are."""
+    """For each entry that has the key: its first row, the mean over seeds, how many there are.
+
+    Only seeds that all entries have: another seed is worth more than what is compared.
+    """
     found: dict[str, list[Row]] = {}
     for row in results["runs"]:
-        found.setdefault(row["name"], []).append(row)
+        if row[key] is not None:
+            found.setdefault(row["name"], []).append(row)
+    seeds = [{row["seed"] for row in rows} for rows in found.values()]
+    common = set.intersection(*seeds) if seeds else set()
+    same = {name: [r for r in rows if r["seed"] in common] for name, rows in found.items()}
     return {
         name: (rows[0], statistics.fmean(row[key] for row in rows), len(rows))
-        for name, rows in found.items()
-        if rows[0][key] is not None
+        for name, rows in same.items()
+        if rows
     }
 
 

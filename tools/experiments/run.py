@@ -8,7 +8,8 @@
 
 Finished runs are not trained again: stop it whenever you like. Experiments share their runs: one of
 the same name is the same run. It writes `results.json`, `table.md` and `plot.png` into the
-experiment's folder (`--smoke`: below the runs). Exit status 1 if a run failed. The data of all of
+experiment's folder, or beside the runs where that has results of runs that this call has not, and
+with `--smoke`. Exit status 1 if a run failed. The data of all of
 them:
 
     allattn prepare --dataset wikitext-2 --source DIR --tokenizer sentencepiece --vocab-size 4000 \\
@@ -21,6 +22,7 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where this is imported by a path
 
@@ -30,7 +32,7 @@ from runner import HERE, Experiment, load_experiment, results, train_missing
 from allattn.config import ConfigError, with_vocabulary
 from allattn.data.lanes import Corpus
 from allattn.model.transformer import count_parameters
-from allattn.training.state import write_json
+from allattn.training.state import read_json, write_json
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,28 +50,40 @@ def main(argv: list[str] | None = None) -> int:
     folder = HERE / args.experiment if (HERE / args.experiment).is_dir() else Path(args.experiment)
     runs_dir = Path(args.runs) / f"smoke-{folder.name}" if args.smoke else Path(args.runs)
     overrides = [f"data.dir={args.data}", *args.overrides]
+    if args.jobs < 1:
+        parser.error(f"--jobs: {args.jobs} runs at a time; 1 or more")
     try:
         experiment = load_experiment(folder, runs_dir, overrides, args.seeds, args.smoke)
-    except (ConfigError, OSError) as error:
-        print(f"experiments: error: {error}", file=sys.stderr)
-        return 2
-    if args.list:
-        describe(experiment)
-        return 0
-    try:
+        if experiment.report not in REPORTS:
+            raise ConfigError(f"{folder}: report: one of {', '.join(REPORTS)}")
+        Corpus(args.data)  # before the first run starts
+        if args.list:
+            describe(experiment)
+            return 0
         failed = train_missing(experiment, args.jobs)
-    except ConfigError as error:
+    except (ConfigError, OSError, ValueError) as error:
         print(f"experiments: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("experiments: stopped; the same command goes on", file=sys.stderr)
+        return 130
     found = results(experiment)
-    if experiment.smoke:
-        experiment = dataclasses.replace(experiment, folder=runs_dir)
+    target = folder if not args.smoke and holds_all_of(folder / "results.json", found) else runs_dir
+    experiment = dataclasses.replace(experiment, folder=target)
     table = REPORTS[experiment.report](experiment, found)
-    write_json(experiment.folder / "results.json", found)
+    write_json(target / "results.json", found)
     head = f"# {experiment.claim}\n\n" + ("A smoke test: no result.\n\n" if args.smoke else "")
-    (experiment.folder / "table.md").write_text(head + table, encoding="utf-8")
-    print(table)
+    (target / "table.md").write_text(head + table, encoding="utf-8")
+    print(f"{table}\nwritten to {target}")
     return 1 if failed else 0
+
+
+def holds_all_of(path: Path, found: dict[str, Any]) -> bool:
+    """Whether no run of the results in a file would be lost with it."""
+    if not path.exists():
+        return True
+    old = {(row["name"], row["seed"]) for row in read_json(path)["runs"]}
+    return old <= {(row["name"], row["seed"]) for row in found["runs"]}
 
 
 def describe(experiment: Experiment) -> None:

@@ -5,7 +5,7 @@ An experiment is a folder with an `experiment.yaml`:
     claim: what the papers say
     report: size | heads | bars | removable | time      (`report.py` makes table and plot)
     test: true                                          (the result is on the test split, not valid)
-    seeds: [1]                                          (for runs that name none)
+    seeds: [1]                                          (of runs that name none)
     runs:
       - {name: dense, config: all_attention.yaml}
       - {name: trunk, config: all_attention_pruned.yaml, stages: 1}
@@ -15,8 +15,9 @@ An experiment is a folder with an `experiment.yaml`:
 `stages: n` trains the first n stages alone. `after: RUN` goes on from where that run of the same
 seed ended, bit for bit as if it had begun itself: the stages done must be the same, so a dense
 stage that many runs share is trained once. `{RUNS}` in a setting is the folder of the runs,
-`{SEED}` the seed. `group` and `label`
-are for tables and plots; runs of one `share` stand in one row.
+`{SEED}` the seed. A run whose
+`run.init_structure` is another one waits for it too. `group` and `label` are for tables and plots;
+in the report `size` runs of one `share` stand in one row.
 """
 
 from __future__ import annotations
@@ -25,13 +26,12 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from allattn.model.transformer import count_parameters, flops_per_token
 from allattn.training.state import checkpoints_of, read_json, write_json
 
 HERE = Path(__file__).resolve().parent
+KNOWN = {"claim", "report", "test", "seeds", "runs"}
 KEYS = {"name", "config", "stages", "after", "seeds", "set", "group", "label", "share"}
 
 
@@ -62,6 +63,12 @@ class Run:
     entry: dict[str, Any]
     config: Config
     after: str | None = None
+
+    @property
+    def needs(self) -> set[str]:
+        """Names of runs that must be finished before it begins."""
+        structure = self.config.run.init_structure
+        return {self.after, Path(structure).name if structure else None} - {None}
 
     @property
     def seed(self) -> int:
@@ -121,11 +128,9 @@ def load_experiment(
         ConfigError: naming the entry and what is wrong with it.
     """
     path = folder / "experiment.yaml"
-    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    data = _read(path)
     runs: dict[str, Run] = {}
     for entry in data["runs"]:
-        if unknown := set(entry) - KEYS:
-            raise ConfigError(f"{path}: run {entry.get('name')}: unknown {sorted(unknown)}")
         for seed in seeds or entry.get("seeds") or data.get("seeds", [1]):
             run = _run(path, entry, seed, runs_dir, overrides, smoke)
             if run.name in runs:
@@ -137,6 +142,31 @@ def load_experiment(
     return Experiment(
         folder, data["claim"], data["report"], list(runs.values()), runs_dir, test, smoke
     )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """An experiment.yaml, its shape checked."""
+    if not path.is_file():
+        known = ", ".join(sorted(x.parent.name for x in HERE.glob("*/experiment.yaml")))
+        raise ConfigError(f"{path}: no such experiment; there are {known}")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict) or not {"claim", "report", "runs"} <= data.keys() <= KNOWN:
+        raise ConfigError(f"{path}: needs claim, report and runs, and may have seeds and test")
+    if not isinstance(data["runs"], list) or not all(isinstance(x, dict) for x in data["runs"]):
+        raise ConfigError(f"{path}: runs: a list of {{name: .., config: ..}}")
+    for entry in data["runs"]:
+        if not {"name", "config"} <= entry.keys() or entry.keys() - KEYS:
+            name, unknown = entry.get("name"), sorted(entry.keys() - KEYS)
+            raise ConfigError(f"{path}: run {name}: needs name and config; unknown {unknown}")
+        for key in ("seeds", "set"):
+            if not isinstance(entry.get(key, []), list):
+                raise ConfigError(f"{path}: run {entry['name']}: {key}: a list")
+    if not isinstance(data.get("seeds", []), list):
+        raise ConfigError(f"{path}: seeds: a list")
+    return data
 
 
 def _run(
@@ -152,7 +182,10 @@ def _run(
         config = load_config(path.parent / entry["config"], [*overrides, *own])
     except ConfigError as error:
         raise ConfigError(f"{path}: run {name}: {error}") from None
-    config.stages = config.stages[: entry.get("stages")]
+    stages = entry.get("stages", len(config.stages))
+    if stages not in range(1, len(config.stages) + 1):
+        raise ConfigError(f"{path}: run {name}: stages: 1 to {len(config.stages)}, not {stages}")
+    config.stages = config.stages[:stages]
     if smoke:
         shrink(config)
         validate(config)
@@ -164,6 +197,7 @@ def shrink(config: Config) -> None:
     """A run of a few steps, of the same parts."""
     config.train.batch_size = 2
     config.train.eval_every = config.train.save_every = 4
+    config.train.log_every = 2
     for stage in config.stages:
         stage.steps, stage.lr.warmup_steps = 8, min(stage.lr.warmup_steps, 2)
         if stage.prune is None:
@@ -179,63 +213,104 @@ def shrink(config: Config) -> None:
 def train_missing(experiment: Experiment, jobs: int = 1) -> list[str]:
     """Train, or go on with, every run that is not finished; names of those that failed.
 
-    Each is a process of its own, with its log beside its folder. Seconds add up over restarts in
-    `seconds.json`.
+    Each is a process of its own. Beside its folder are its config, its log, and in `NAME.json` its
+    seconds, added up over restarts, and the circumstances of the last of them.
 
     Args:
         experiment: whose runs.
         jobs: runs at a time; they share the cores, unless OMP_NUM_THREADS says what each gets.
+
+    Raises:
+        ConfigError: a folder holds a run of another config, or lost what a run goes on from.
+        KeyboardInterrupt: after the runs in progress were told to stop, and did.
     """
     experiment.runs_dir.mkdir(parents=True, exist_ok=True)
     for run in experiment.runs:
-        config = experiment.runs_dir / f"{run.name}.yaml"
-        if config.exists() and load_config(config) != run.config:
-            raise ConfigError(f"{config}: a run of this name has another config; give other --runs")
+        _check_same(experiment.runs_dir / f"{run.name}.yaml", run.config)
     environment = dict(os.environ)
     if jobs > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
-    trained: dict[str, Future[bool]] = {}
-
-    def train(run: Run, where: str) -> bool:
+    number = {run.name: f"[{i}/{len(experiment.runs)}]" for i, run in enumerate(experiment.runs, 1)}
+    done, failed, waiting = set(), [], []
+    for run in experiment.runs:
         if experiment.finished(run):
-            print(f"{where}: finished before", file=sys.stderr)
-            return True
-        if run.after is not None:
-            if not trained[run.after].result():  # it began earlier, so it will end
-                print(f"{where}: left out, {run.after} failed", file=sys.stderr)
-                return False
-            fork(experiment.runs_dir / run.after, experiment.path(run))
-        config, log = (experiment.runs_dir / f"{run.name}{end}" for end in (".yaml", ".log"))
-        save_config(run.config, config)
-        print(f"{where}: {run.steps} steps, log in {log}", file=sys.stderr)
-        command = [sys.executable, "-m", "allattn", "train", str(config), "--resume"]
-        started = time.time()
-        with log.open("a", encoding="utf-8") as output:
-            status = subprocess.run(
-                command, stdout=output, stderr=output, env=environment, check=False
-            ).returncode
-        with adding:
-            _add_seconds(experiment.runs_dir / "seconds.json", run.name, time.time() - started)
-        if status:
-            print(f"{where}: failed, status {status}", file=sys.stderr)
-        return status == 0
-
-    adding = Lock()
-    pool = ThreadPoolExecutor(jobs)
+            print(f"{number[run.name]} {run.name}: finished before", file=sys.stderr)
+            done.add(run.name)
+        else:
+            waiting.append(run)
+    running: list[tuple[Run, subprocess.Popen, float]] = []
     try:
-        for i, run in enumerate(experiment.runs, 1):
-            where = f"[{i}/{len(experiment.runs)}] {run.name}"
-            trained[run.name] = pool.submit(train, run, where)
-        return [name for name, future in trained.items() if not future.result()]
-    finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C: those that wait do not begin
+        while waiting or running:
+            for run in list(waiting):
+                if run.needs & set(failed):
+                    print(f"{number[run.name]} {run.name}: left out", file=sys.stderr)
+                    waiting.remove(run)
+                    failed.append(run.name)
+                elif run.needs <= done and len(running) < jobs:
+                    waiting.remove(run)
+                    print(f"{number[run.name]} {run.name}: {run.steps} steps", file=sys.stderr)
+                    running.append((run, _start(experiment, run, environment), time.time()))
+            time.sleep(0.2)
+            for run, process, started in list(running):
+                if process.poll() is None:
+                    continue
+                running.remove((run, process, started))
+                _note(experiment, run, time.time() - started, environment)
+                if process.returncode == 0:
+                    done.add(run.name)
+                    continue
+                failed.append(run.name)
+                log = experiment.runs_dir / f"{run.name}.log"
+                last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-1:]
+                print(f"{number[run.name]} {run.name}: failed: {log}: {last}", file=sys.stderr)
+    finally:  # Ctrl-C, or an error: none trains on behind the caller's back
+        for _, process, _ in running:
+            process.send_signal(signal.SIGINT)
+        for run, process, started in running:
+            process.wait()
+            _note(experiment, run, time.time() - started, environment)
+    return failed
+
+
+def _check_same(path: Path, config: Config) -> None:
+    if not path.exists() or (known := load_config(path)) == config:
+        return
+    old, new = asdict(known), asdict(config)
+    other = [
+        f"{section}.{key}" if isinstance(value, dict) else section
+        for section, value in old.items()
+        for key in (value if isinstance(value, dict) else [section])
+        if (value[key] != new[section][key] if isinstance(value, dict) else value != new[section])
+    ]
+    raise ConfigError(
+        f"{path}: a run of this name has another config ({', '.join(other)}); give other --runs"
+    )
+
+
+def _start(experiment: Experiment, run: Run, environment: dict[str, str]) -> subprocess.Popen:
+    if run.after is not None:
+        fork(experiment.runs_dir / run.after, experiment.path(run))
+    config, log = (experiment.runs_dir / f"{run.name}{end}" for end in (".yaml", ".log"))
+    save_config(run.config, config)
+    command = [sys.executable, "-m", "allattn", "train", str(config), "--resume"]
+    with log.open("a", encoding="utf-8") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+
+
+def _note(experiment: Experiment, run: Run, seconds: float, environment: dict[str, str]) -> None:
+    path = experiment.runs_dir / f"{run.name}.json"
+    known = read_json(path)["seconds"] if path.exists() else 0.0
+    threads = environment.get("OMP_NUM_THREADS")
+    write_json(path, {"seconds": known + seconds, "threads": threads, **circumstances()})
 
 
 def fork(source: Path, target: Path) -> None:
     """A run's folder that begins where another one ended; one that has begun is left alone."""
     if target.exists():
         return
-    last = checkpoints_of(source)[-1]
+    if not (checkpoints := checkpoints_of(source)):
+        raise ConfigError(f"{source}: no checkpoint to go on from; remove it to train it again")
+    last = checkpoints[-1]
     partial = target.with_name(target.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)
@@ -244,18 +319,11 @@ def fork(source: Path, target: Path) -> None:
     partial.rename(target)
 
 
-def _add_seconds(path: Path, name: str, seconds: float) -> None:
-    known = read_json(path) if path.exists() else {}
-    write_json(path, known | {name: known.get(name, 0.0) + seconds})
-
-
 def results(experiment: Experiment) -> dict[str, Any]:
-    """What came of the finished runs, and under which circumstances.
+    """What came of the finished runs, and under which circumstances each was trained.
 
     `valid_ppl` is that of the run's own last evaluation.
     """
-    seconds = experiment.runs_dir / "seconds.json"
-    wall = read_json(seconds) if seconds.exists() else {}
     rows = []
     for run in experiment.runs:
         if not experiment.finished(run):
@@ -263,6 +331,8 @@ def results(experiment: Experiment) -> dict[str, Any]:
         folder = experiment.path(run)
         source = open_source(folder)
         parts = count_parameters(source.config)
+        note = experiment.runs_dir / f"{run.name}.json"
+        trained = read_json(note) if note.exists() else {}
         curve = [
             [line["step"], round(line["ppl"], 3)]
             for line in metrics(folder)
@@ -278,7 +348,7 @@ def results(experiment: Experiment) -> dict[str, Any]:
             "steps": run.steps,
             "train_tokens": run.steps * run.config.train.batch_size * run.config.model.seq_len,
             # of this run alone: what it shares with `after` is counted there
-            "wall_seconds": round(wall.get(run.name, 0.0), 1),
+            "wall_seconds": round(trained.pop("seconds", 0.0), 1),
             "after": run.after,
             "train_seconds": round(train_seconds(run, folder), 1),
             "settings": run.entry.get("set", []),
@@ -291,11 +361,11 @@ def results(experiment: Experiment) -> dict[str, Any]:
             "valid_ppl": curve[-1][1],
             "test_ppl": test.get("ppl"),
             "word_ppl": test.get("word_ppl"),
+            "circumstances": trained,
         })  # fmt: skip
     return {
         "claim": experiment.claim,
         "smoke": experiment.smoke,
-        "circumstances": circumstances(),
         "runs": rows,
         "missing": [run.name for run in experiment.runs if not experiment.finished(run)],
     }
@@ -328,7 +398,7 @@ def train_seconds(run: Run, folder: Path) -> float:
 
 
 def circumstances() -> dict[str, Any]:
-    """Machine, commit, date."""
+    """Machine, commit, date: of a run as it ends."""
     cpu = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -347,7 +417,6 @@ def circumstances() -> dict[str, Any]:
         "package_changed_since": bool(status.strip()),
         "cpu": cpu,
         "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
         "gpu": cuda,
         "torch": torch.__version__,
         "python": platform.python_version(),

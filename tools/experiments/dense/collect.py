@@ -2,16 +2,16 @@
 
     python tools/experiments/dense/collect.py RUNS [NAME=NOTE ..] > search.jsonl
 
-A line for each folder of RUNS that has metrics, best valid loss first; a note says what a run's
-config does not show.
+A line for each folder of RUNS with logged training losses, best valid loss first; a note says what
+a run's config does not show.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,19 @@ import yaml
 WINDOW = 200  # steps that a training loss is the mean of
 
 
-def summary(folder: Path, note: str) -> dict[str, Any]:
-    """A run's line."""
+def summary(folder: Path, note: str) -> dict[str, Any] | None:
+    """A run's line; None before its first logged loss."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     train = {row["step"]: row["loss"] for row in rows if row.get("split") == "train"}
     valid = {row["step"]: row["loss"] for row in rows if row.get("split") == "valid"}
+    if not train:
+        return None
     config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    losses = {
-        end: round(statistics.fmean(x for s, x in train.items() if end - WINDOW < s <= end), 4)
-        for end in range(WINDOW, max(train) + 1, WINDOW)
-    }
+    losses = {}
+    for end in range(WINDOW, max(train) + 1, WINDOW):
+        if window := [loss for step, loss in train.items() if end - WINDOW < step <= end]:
+            losses[end] = round(statistics.fmean(window), 4)
     return {
         "run": folder.name,
         "note": note,
@@ -44,13 +46,20 @@ def summary(folder: Path, note: str) -> dict[str, Any]:
     }
 
 
-def main(runs: Path, notes: dict[str, str]) -> None:
+def main() -> None:
     """Print the lines."""
-    folders = [path.parent for path in runs.glob("*/metrics.jsonl")]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path, help="the folder of the runs' folders")
+    parser.add_argument("notes", nargs="*", metavar="NAME=NOTE")
+    args = parser.parse_args()
+    notes = dict(text.partition("=")[::2] for text in args.notes)
+    folders = [path.parent for path in args.runs.glob("*/metrics.jsonl")]
     found = [summary(folder, notes.get(folder.name, "")) for folder in folders]
-    for row in sorted(found, key=lambda row: min(row["valid_loss"].values(), default=math.inf)):
+    for row in sorted(
+        filter(None, found), key=lambda row: min(row["valid_loss"].values(), default=math.inf)
+    ):
         print(json.dumps(row))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), dict(text.split("=", 1) for text in sys.argv[2:]))
+    main()
