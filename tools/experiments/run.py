@@ -44,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", help="instead of the experiment's")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time")
     parser.add_argument("--smoke", action="store_true", help="a few steps a stage")
+    parser.add_argument("--report", action="store_true", help="only of what is trained so far")
     parser.add_argument("--list", action="store_true", help="only say what would be run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
     args = parser.parse_intermixed_args(argv)
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.list:
             describe(experiment)
             return 0
-        failed = train_missing(experiment, args.jobs)
+        failed = [] if args.report else train_missing(experiment, args.jobs)
     except (ConfigError, OSError, ValueError) as error:
         print(f"experiments: error: {error}", file=sys.stderr)
         return 2
