@@ -41,7 +41,7 @@ def run_table(results: dict[str, Any]) -> str:
             " ".join(map(str, row["heads"])), f"{row['params_non_embedding']:,}",
             *("-" if row[key] is None else f"{row[key]:.2f}" for key in PERPLEXITIES),
             f"{row['train_seconds']:,.0f}",
-            f"{row['wall_seconds']:,.0f}",
+            "-" if row["wall_seconds"] is None else f"{row['wall_seconds']:,.0f}",
         ]
         for row in results["runs"]
     ]  # fmt: skip

@@ -332,7 +332,7 @@ def results(experiment: Experiment) -> dict[str, Any]:
         source = open_source(folder)
         parts = count_parameters(source.config)
         note = experiment.runs_dir / f"{run.name}.json"
-        trained = read_json(note) if note.exists() else {}
+        trained = read_json(note) if note.exists() else {"seconds": None}
         curve = [
             [line["step"], round(line["ppl"], 3)]
             for line in metrics(folder)
@@ -348,7 +348,7 @@ def results(experiment: Experiment) -> dict[str, Any]:
             "steps": run.steps,
             "train_tokens": run.steps * run.config.train.batch_size * run.config.model.seq_len,
             # of this run alone: what it shares with `after` is counted there
-            "wall_seconds": round(trained.pop("seconds", 0.0), 1),
+            "wall_seconds": trained.pop("seconds"),
             "after": run.after,
             "train_seconds": round(train_seconds(run, folder), 1),
             "settings": run.entry.get("set", []),
