@@ -128,7 +128,9 @@ def test_the_newest_and_the_best_stay(make_config, train):
 def test_the_best_stays_when_it_is_old(make_config, train, monkeypatch):
     scores = iter([9.0, 5.0, 7.0, 8.0, 8.5, 9.0, 9.5])
     monkeypatch.setattr(
-        Trainer, "_evaluate", lambda self, split: {"loss": 1.0, "ppl": next(scores, 20.0)}
+        Trainer,
+        "_evaluate",
+        lambda self, split, most=None: {"loss": 1.0, "ppl": next(scores, 20.0)},
     )
     run = train(make_config("train.save_every=1", "train.eval_every=1", "train.keep_last=1"))
     assert [int(path.name[-8:]) for path in checkpoints_of(run.folder)] == [2, STEPS]
