@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import yaml
@@ -97,7 +101,7 @@ def test_going_on_after_a_shared_stage_is_the_run_itself(
     assert capsys.readouterr().err.count("finished before") == 2
     experiment(set=["stages[1].prune.keep=0.25"])  # not the run of this name any more
     assert run.main(argv) == 2
-    assert "another config (stages)" in capsys.readouterr().err
+    assert "another config (stages.1)" in capsys.readouterr().err
 
     for name, report in run.REPORTS.items():
         if name != "removable":  # prunes: `slow`
@@ -168,13 +172,33 @@ def test_results_are_not_replaced_by_fewer(run, tmp_path):
     assert run.holds_all_of(path, {"runs": rows}) and not run.holds_all_of(path, {"runs": rows[1:]})
 
 
-@pytest.mark.parametrize(("second", "mean"), [(True, 15.0), (False, 10.0)])
-def test_only_seeds_that_all_have_are_compared(run, second, mean):
-    rows = [{"name": "a", "seed": 1, "ppl": 10.0}, {"name": "a", "seed": 2, "ppl": 20.0}]
-    rows += [{"name": "b", "seed": 1, "ppl": 1.0}]
-    rows += [{"name": "b", "seed": 2, "ppl": 3.0}] if second else []
-    found = importlib.import_module("report").means({"runs": rows}, "ppl")
-    assert found["a"][1:] == (mean, 1 + second) and found["b"][1] == 1 + second
+def test_a_size_stands_with_the_mean_and_number_of_its_seeds(run):
+    row = {"name": "a", "share": 0.5, "group": "g", "params_non_embedding": 2_000_000}
+    rows = [row | {"seed": 1, "test_ppl": 10.0}, row | {"seed": 2, "test_ppl": 20.0}]
+    rows += [row | {"name": "b", "group": "h", "seed": 1, "test_ppl": 1.0}]
+    rows += [row | {"name": "no test", "seed": 1, "test_ppl": None}]
+    lines = importlib.import_module("report").share_table({"runs": rows}).splitlines()
+    assert lines[0] == "| share | g | h |"
+    assert lines[2:] == ["| 50% | 15.00 (2.00M, 2 seeds) | 1.00 (2.00M) |"]
+
+
+def test_a_term_signal_stops_the_runs(run, experiment, tmp_path, monkeypatch):
+    """A run left behind would train on, beside the command that goes on with it."""
+    made = run.load_experiment(experiment(), tmp_path / "runs", [], None, False)
+    runner, children = importlib.import_module("runner"), []
+
+    def start(*_):
+        children.append(subprocess.Popen(["sleep", "600"]))
+        Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return children[0]
+
+    monkeypatch.setattr(runner, "_start", start)
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        runner.train_missing(made)
+    assert [child.poll() for child in children] == [-signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert read_json(tmp_path / "runs" / "trunk-s3.json")["seconds"] > 0.4
 
 
 @pytest.mark.slow

@@ -11,9 +11,10 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
+from experiment import Experiment, Run
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from runner import Experiment, Run, metrics
+from outcome import metrics
 
 from allattn.config import PruneConfig, StageConfig
 from allattn.data.lanes import Corpus
@@ -50,35 +51,38 @@ def run_table(results: dict[str, Any]) -> str:
     return markdown(head, rows)
 
 
-def means(results: dict[str, Any], key: str) -> dict[str, tuple[Row, float, int]]:
-    """For each entry that has the key: its first row, the mean over seeds, how many there are.
-
-    Only seeds that all entries have: another seed is worth more than what is compared.
-    """
+def by_entry(results: dict[str, Any], key: str) -> list[list[Row]]:
+    """Rows that have the key, those of one entry (its seeds) together."""
     found: dict[str, list[Row]] = {}
     for row in results["runs"]:
         if row[key] is not None:
             found.setdefault(row["name"], []).append(row)
-    seeds = [{row["seed"] for row in rows} for rows in found.values()]
-    common = set.intersection(*seeds) if seeds else set()
-    same = {name: [r for r in rows if r["seed"] in common] for name, rows in found.items()}
-    return {
-        name: (rows[0], statistics.fmean(row[key] for row in rows), len(rows))
-        for name, rows in same.items()
-        if rows
-    }
+    return list(found.values())
+
+
+def mean(rows: list[Row], key: str) -> float:
+    """Over the seeds of an entry."""
+    return statistics.fmean(row[key] for row in rows)
 
 
 def size(experiment: Experiment, results: dict[str, Any]) -> str:
-    """Test perplexity against parameters outside the embeddings, a line a group."""
+    """Test perplexity against parameters outside the embeddings, a line a group, through the
+    means over seeds; a dash is a seed.
+    """
     figure, axes = plt.subplots(figsize=(6.5, 4.5), layout="constrained")
-    by_group: dict[str, list[tuple[float, float]]] = {}
-    for row, ppl, _ in means(results, "test_ppl").values():
-        if row["group"]:
-            by_group.setdefault(row["group"], []).append((row["params_non_embedding"] / 1e6, ppl))
-    for group, points in by_group.items():
-        points.sort()
-        axes.plot([x for x, _ in points], [y for _, y in points], "o-", label=group)
+    by_group: dict[str, list[list[Row]]] = {}
+    for rows in by_entry(results, "test_ppl"):
+        if rows[0]["group"]:
+            by_group.setdefault(rows[0]["group"], []).append(rows)
+    for group, entries in by_group.items():
+        entries.sort(key=_millions)
+        sizes, ppls = [_millions(e) for e in entries], [mean(e, "test_ppl") for e in entries]
+        (line,) = axes.plot(sizes, ppls, "o-", label=group)
+        for rows, x in zip(entries, sizes, strict=True):
+            if len(rows) > 1:
+                axes.plot(
+                    [x] * len(rows), [r["test_ppl"] for r in rows], "_", color=line.get_color()
+                )
     axes.set_xlabel("parameters outside the embeddings (millions)")
     axes.set_ylabel("test perplexity a token")
     if by_group:
@@ -88,40 +92,52 @@ def size(experiment: Experiment, results: dict[str, Any]) -> str:
     return share_table(results) + "\n" + run_table(results)
 
 
+def _millions(rows: list[Row]) -> float:
+    return rows[0]["params_non_embedding"] / 1e6
+
+
 def share_table(results: dict[str, Any]) -> str:
     """Test perplexity of each group at each share of the full size, with parameters and seeds."""
-    entries = [found for found in means(results, "test_ppl").values() if found[0]["share"]]
-    groups = list(dict.fromkeys(row["group"] for row, _, _ in entries))
-    cells = {
-        (row["share"], row["group"]): f"{ppl:.2f} ({row['params_non_embedding'] / 1e6:.2f}M"
-        + (f", {n} seeds)" if n > 1 else ")")
-        for row, ppl, n in entries
-    }
-    rows = [
+    entries = [rows for rows in by_entry(results, "test_ppl") if rows[0]["share"]]
+    groups = list(dict.fromkeys(rows[0]["group"] for rows in entries))
+    cells: dict[tuple[float, str], str] = {}
+    for rows in entries:
+        seeds = f", {len(rows)} seeds" if len(rows) > 1 else ""
+        text = f"{mean(rows, 'test_ppl'):.2f} ({_millions(rows):.2f}M{seeds})"
+        cells[rows[0]["share"], rows[0]["group"]] = text
+    table = [
         [f"{share:.0%}", *(cells.get((share, group), "-") for group in groups)]
         for share in sorted({share for share, _ in cells}, reverse=True)
     ]
-    return markdown(["share", *groups], rows)
+    return markdown(["share", *groups], table)
 
 
 def bars(experiment: Experiment, results: dict[str, Any]) -> str:
-    """Valid perplexity of every entry, groups side by side."""
-    rows = [(row, ppl) for row, ppl, _ in means(results, "valid_ppl").values() if row["group"]]
-    groups = list(dict.fromkeys(row["group"] for row, _ in rows))
+    """Valid perplexity of every entry, groups side by side; a bar is the mean, a mark a seed."""
+    entries = [rows for rows in by_entry(results, "valid_ppl") if rows[0]["group"]]
+    groups = list(dict.fromkeys(rows[0]["group"] for rows in entries))
     figure, panels = plt.subplots(
         1, max(len(groups), 1), figsize=(3 + 3.5 * max(len(groups), 1), 4), layout="constrained",
         squeeze=False,
     )  # fmt: skip
     for axes, group in zip(panels[0], groups, strict=False):
-        members = sorted(((r, p) for r, p in rows if r["group"] == group), key=lambda x: -x[1])
-        axes.barh([row["label"] for row, _ in members], [ppl for _, ppl in members])
-        low = min(ppl for _, ppl in members)
-        axes.set_xlim(0.9 * low, None)
+        members = [rows for rows in entries if rows[0]["group"] == group]
+        members.sort(key=lambda rows: -mean(rows, "valid_ppl"))
+        means = [mean(rows, "valid_ppl") for rows in members]
+        axes.barh([_bar(rows) for rows in members], means, color="lightsteelblue")
+        for i, rows in enumerate(members):
+            axes.plot([row["valid_ppl"] for row in rows], [i] * len(rows), "|", color="black")
+        axes.set_xlim(0.9 * means[-1], None)
         axes.set_title(group)
         axes.set_xlabel("valid perplexity a token")
     figure.savefig(experiment.folder / "plot.png", dpi=150)
     plt.close(figure)
     return run_table(results)
+
+
+def _bar(rows: list[Row]) -> str:
+    """Name of a bar; a penalty ends with other numbers of heads than a budget."""
+    return f"{rows[0]['label']} ({'/'.join(str(sum(row['heads'])) for row in rows)} heads)"
 
 
 def heads(experiment: Experiment, results: dict[str, Any]) -> str:
@@ -148,7 +164,7 @@ def _head_picture(axes: Axes, experiment: Experiment, run: Run) -> None:
     for layer in range(layers):  # a little apart, or equal counts would hide each other
         shifted = [by_layer[layer] + 0.03 * layer for by_layer in counts]
         axes.plot(steps, shifted, label=f"layer {layer}", color=plt.cm.viridis(layer / layers))
-    axes.set_title(run.entry.get("label", run.name), fontsize=9)
+    axes.set_title(f"{run.label}, seed {run.seed}", fontsize=9)
     axes.set_ylabel("open heads", fontsize=8)
     axes.set_xlabel("step", fontsize=8)
     axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -176,7 +192,7 @@ def removable(experiment: Experiment, results: dict[str, Any]) -> str:
             dense = curve[0]
             last = _last_fine(curve)
             rows.append([
-                run.entry.get("label", run.name), str(dense["step"]), f"{dense['ppl']:.2f}",
+                f"{run.label}, seed {run.seed}", str(dense["step"]), f"{dense['ppl']:.2f}",
                 f"{1 - sum(last['heads']) / sum(dense['heads']):.0%}", f"{last['ppl']:.2f}",
                 f"{1 - last['flops_per_token'] / dense['flops_per_token']:.0%}",
                 f"{1 - dense['tokens_per_second'] / last['tokens_per_second']:.0%}",
@@ -185,7 +201,7 @@ def removable(experiment: Experiment, results: dict[str, Any]) -> str:
                 [1 - sum(x["heads"]) / sum(dense["heads"]) for x in curve],
                 [x["loss"] / dense["loss"] - 1 for x in curve],
                 "o-",
-                label=f"{run.entry.get('label', run.name)}, step {dense['step']}",
+                label=f"{run.label}, seed {run.seed}, step {dense['step']}",
             )
     axes.axhline(0.01, color="grey", lw=1)
     axes.set_ylim(-0.005, 0.1)
@@ -208,7 +224,8 @@ def _last_fine(curve: list[Row]) -> Row:
 
 def _curve(checkpoint: Path, run: Run, shares: list[float]) -> list[Row]:
     """Loss, size and evaluation time of a checkpoint at falling shares of heads."""
-    kept = checkpoint.parent.parent / f"removable_{checkpoint.name}.json"
+    named = "-".join(f"{share:g}" for share in shares)
+    kept = checkpoint.parent.parent / f"removable_{checkpoint.name}_{named}.json"
     if not kept.exists():
         source, corpus = open_source(str(checkpoint)), Corpus(run.config.data.dir)
         batches = 1 if run.config.train.batch_size == 2 else 8
@@ -223,7 +240,10 @@ def duration(experiment: Experiment, results: dict[str, Any]) -> str:
     """Training time of every run, and its throughput as training goes on."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     shown = [row for row in results["runs"] if row["group"]]
-    left.barh([row["label"] for row in shown], [row["train_seconds"] for row in shown])
+    left.barh(
+        [f"{row['label']}, seed {row['seed']}" for row in shown],
+        [row["train_seconds"] for row in shown],
+    )
     left.set_xlabel("seconds of training, evaluation left out")
     for run in experiment.runs:
         if run.entry.get("group") and experiment.finished(run):
@@ -231,7 +251,7 @@ def duration(experiment: Experiment, results: dict[str, Any]) -> str:
             right.plot(
                 [x["step"] for x in lines],
                 [x["tokens_per_second"] for x in lines],
-                label=run.entry.get("label", run.name),
+                label=f"{run.label}, seed {run.seed}",
             )
     right.set_xlabel("step")
     right.set_ylabel("tokens a second")

@@ -26,8 +26,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where this is imported by a path
 
+from experiment import HERE, Experiment, load_experiment
+from outcome import results
 from report import REPORTS
-from runner import HERE, Experiment, load_experiment, results, train_missing
+from runner import train_missing
 
 from allattn.config import ConfigError, with_vocabulary
 from allattn.data.lanes import Corpus
