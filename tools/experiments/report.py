@@ -92,6 +92,19 @@ def size(experiment: Experiment, results: dict[str, Any]) -> str:
     return share_table(results) + "\n" + run_table(results)
 
 
+def mean_table(results: dict[str, Any]) -> str:
+    """Valid perplexity of every entry, as training ended, over its seeds."""
+    rows = [
+        [
+            rows[0]["label"], rows[0]["group"], "/".join(str(sum(row["heads"])) for row in rows),
+            f"{mean(rows, 'valid_ppl'):.2f}", " ".join(f"{row['valid_ppl']:.2f}" for row in rows),
+        ]
+        for rows in by_entry(results, "valid_ppl")
+        if rows[0]["group"]
+    ]  # fmt: skip
+    return markdown(["entry", "group", "heads", "mean valid ppl", "of each seed"], rows)
+
+
 def _millions(rows: list[Row]) -> float:
     return rows[0]["params_non_embedding"] / 1e6
 
@@ -132,7 +145,7 @@ def bars(experiment: Experiment, results: dict[str, Any]) -> str:
         axes.set_xlabel("valid perplexity a token")
     figure.savefig(experiment.folder / "plot.png", dpi=150)
     plt.close(figure)
-    return run_table(results)
+    return mean_table(results) + "\n" + run_table(results)
 
 
 def _bar(rows: list[Row]) -> str:
@@ -141,8 +154,9 @@ def _bar(rows: list[Row]) -> str:
 
 
 def heads(experiment: Experiment, results: dict[str, Any]) -> str:
-    """How many heads each layer has open as training goes on, a panel a run."""
-    shown = [run for run in experiment.runs if experiment.finished(run) and run.after]
+    """How many heads each layer has open as training goes on, a panel an entry (its first seed)."""
+    finished = [run for run in experiment.runs if experiment.finished(run) and run.after]
+    shown = list({run.entry["name"]: run for run in reversed(finished)}.values())[::-1]
     figure, panels = plt.subplots(
         max(len(shown), 1), 1, figsize=(7, 1 + 1.9 * max(len(shown), 1)), layout="constrained",
         squeeze=False,
@@ -151,7 +165,7 @@ def heads(experiment: Experiment, results: dict[str, Any]) -> str:
         _head_picture(axes, experiment, run)
     figure.savefig(experiment.folder / "plot.png", dpi=150)
     plt.close(figure)
-    return run_table(results)
+    return mean_table(results) + "\n" + run_table(results)
 
 
 def _head_picture(axes: Axes, experiment: Experiment, run: Run) -> None:
