@@ -24,6 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of measure.py
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where this is imported by a path
 
 from experiment import HERE, Experiment, load_experiment
