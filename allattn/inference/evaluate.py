@@ -62,9 +62,11 @@ def evaluate_source(
         raise ConfigError("--per-line: lines belong to a text; name it with --text")
     if per_line and mem_len:
         raise ConfigError(f"--mem-len: a line by itself has no memory, so not {mem_len} but 0")
+    if per_line and same_length:
+        raise ConfigError("--same-length: a line by itself has no mem_len tokens before each token")
     changes = {
         "seq_len": seq_len, "mem_len": 0 if per_line else mem_len, "clamp_len": clamp_len,
-        "same_length": same_length,
+        "same_length": False if per_line else same_length,
     }  # fmt: skip
     for key in ("seq_len", "mem_len", "clamp_len"):
         if changes[key] is not None and changes[key] < (0 if key == "mem_len" else 1):
@@ -112,8 +114,9 @@ def evaluate_text(
         tokenizer: the model's.
         path: the text.
         batch_size: streams, or lines, side by side; it does not change the result.
-        per_line: every line by itself, after a line end: the model's mem_len has to be 0. A line
-            of more than seq_len tokens is scored in segments that do not see each other.
+        per_line: every line by itself, after a line end: the model's mem_len has to be 0, without
+            same_length, which would hide the line's own tokens too. A line of more than seq_len
+            tokens is scored in segments that do not see each other.
 
     Returns:
         As `evaluate`, with the path as `text` and no `split`; per line also `lines`, a list of
@@ -131,7 +134,7 @@ def evaluate_text(
         tokens, counts = _tokens(tokenizer, texts)
         result = _stream(model, tokens, tokenizer.eos_id, counts, str(path), batch_size)
         return {"text": str(path), **result, "split": None}
-    assert model.config.mem_len == 0, model.config.mem_len
+    assert model.config.mem_len == 0 and not model.config.same_length
     started = time.perf_counter()
     lines, n_bytes = score_lines(model, tokenizer, texts, batch_size)
     if not lines:

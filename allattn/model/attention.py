@@ -23,7 +23,9 @@ from allattn.model.positions import Visible, shift_by_query
 FEW_QUERIES = 16  # below it the fused core's bookkeeping costs more than it saves
 
 
-def choose(wanted: str, device: str, dtype: torch.dtype, dropout: float) -> tuple[str, str]:
+def choose(
+    wanted: str, device: str, dtype: torch.dtype, dropout: float, n_queries: int
+) -> tuple[str, str]:
     """Which way to compute attention, and why.
 
     Args:
@@ -31,6 +33,7 @@ def choose(wanted: str, device: str, dtype: torch.dtype, dropout: float) -> tupl
         device: `cpu` or `cuda`.
         dtype: of the matrix products.
         dropout: on attention weights, in this mode.
+        n_queries: tokens that a call computes.
 
     Returns:
         `reference` or `fused`, and the reason in words.
@@ -45,6 +48,8 @@ def choose(wanted: str, device: str, dtype: torch.dtype, dropout: float) -> tupl
         return "fused", "as configured"
     if device != "cpu":
         return "reference", "the fused core is tuned for CPUs"
+    if n_queries < FEW_QUERIES:
+        return "reference", f"the faster one for fewer than {FEW_QUERIES} tokens at a time"
     return "fused", "the faster one here"
 
 
@@ -181,9 +186,8 @@ class Attention(nn.Module):
             return False
         if visible.padding is not None and max(visible.padding) > visible.M:
             return False  # rows of padding: the reference has them see themselves
-        if self.implementation == "auto" and q_BTNH.shape[1] < FEW_QUERIES:
-            return False
-        return choose(self.implementation, q_BTNH.device.type, q_BTNH.dtype, dropout)[0] == "fused"
+        wanted, T = self.implementation, q_BTNH.shape[1]
+        return choose(wanted, q_BTNH.device.type, q_BTNH.dtype, dropout, T)[0] == "fused"
 
     def _reference(
         self,

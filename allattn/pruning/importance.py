@@ -152,6 +152,6 @@ def magnitude(model: TransformerLM) -> list[list[float]]:
             Vp_NPH = a.persistent_value.double() * math.sqrt(a.n_persistent)
             square += (Vp_NPH @ out_NHD).square().sum((1, 2)) / a.n_persistent
         if a.gate is not None:
-            square = square * (a.gate() != 0).cpu()
+            square = square * (a.gate() != 0).to(square.device)  # it may still be on the CPU
         scores.append(square.clamp(min=0).sqrt().tolist())
     return scores

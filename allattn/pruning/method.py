@@ -141,11 +141,12 @@ class Method:
 
         Those found closed `patience` times in a row go, but not below what the stage must leave.
         """
-        p = self.probabilities(log_alpha)
+        p, is_open = self.probabilities(log_alpha), self.open_now(log_alpha)
         may_go = []
         for layer, row in enumerate(p):
             for head, probability in enumerate(row):
-                closed = probability < self.closed_below
+                # what evaluation uses stays, however seldom open: its loss must not change
+                closed = probability < self.closed_below and head not in is_open[layer]
                 checks = self.state.closed_checks[layer][head] + 1 if closed else 0
                 self.state.closed_checks[layer][head] = checks
                 if checks >= self.config.patience:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from allattn.config import Config
+from allattn.config import Config, ConfigError
 from allattn.data.checksum import sha256
 from allattn.model.adaptive import SoftTargets
 from allattn.model.transformer import Memory, TransformerLM
@@ -45,6 +45,20 @@ def save_teacher(run_dir: Path, model: TransformerLM, parameters: dict[str, Tens
     write_json(partial / "config.json", config)
     shutil.rmtree(folder, ignore_errors=True)  # of a later step, after a resume from before it
     os.replace(partial, folder)
+
+
+def check_teacher(run_dir: Path, config: Config) -> None:
+    """A run that goes on beyond its dense stages can distil only if it kept its teacher there.
+
+    Raises:
+        ConfigError: it did not, as no stage of it distilled then.
+    """
+    if not (run_dir / FOLDER).exists():
+        i = next(i for i, stage in enumerate(config.stages) if stage.distill)
+        raise ConfigError(
+            f"stages[{i}].distill: {run_dir} kept no dense model to learn from, as it was begun "
+            "without distillation; leave it out, or start another run.name"
+        )
 
 
 class Teacher:

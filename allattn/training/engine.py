@@ -278,7 +278,7 @@ class DeepSpeedEngine:
             step = steps.pop()
             if step is not None:
                 self.optimizer.optimizer.state[flat] = {
-                    "step": torch.tensor(float(step)),
+                    "step": torch.tensor(float(step), device=flat.device),
                     **{key: torch.zeros_like(flat) for key in MOMENTS},
                 }
                 known += members
@@ -317,9 +317,9 @@ class DeepSpeedEngine:
 
 
 def _adam_state(snapshot: Snapshot, name: str, device: torch.device) -> dict[str, Tensor]:
-    """torch.optim.AdamW's state of one parameter."""
+    """torch.optim.AdamW's state of one parameter; the fused one reads its step on the device."""
     moments = {key: snapshot.moments[key][name].to(device, copy=True) for key in MOMENTS}
-    return {"step": torch.tensor(float(snapshot.adam_steps[name])), **moments}
+    return {"step": torch.tensor(float(snapshot.adam_steps[name]), device=device), **moments}
 
 
 def _start_deepspeed(kind: str) -> None:

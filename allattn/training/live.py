@@ -79,7 +79,9 @@ class LiveModel:
         Raises:
             ValueError: tensors that do not fit the shape that meta gives.
         """
-        self.shape = ModelConfig(**meta["model"])
+        # the way to compute attention is this start's, not the checkpoint's
+        attention = self.config.model.attention
+        self.shape = dataclasses.replace(ModelConfig(**meta["model"]), attention=attention)
         self.masks, self.scales = meta["masks"], meta["scales"]
         self.run_heads, self.head_ids = meta["run_heads"], meta["head_ids"]
         if meta["pruner"] is not None:

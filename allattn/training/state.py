@@ -332,6 +332,11 @@ def with_structure(config: Config, checkpoint: Path | None = None) -> ModelConfi
             f"run.init_structure: {config.run.init_structure} has {source.n_layers} layers; set "
             f"model.n_layers={source.n_layers}"
         )
+    if not sum(source.heads) and (pruning := [s.name for s in config.stages if s.prune]):
+        raise ConfigError(
+            f"run.init_structure: {config.run.init_structure} has no head left, so the stage "
+            f"{pruning[0]} has nothing to prune"
+        )
     return dataclasses.replace(config.model, n_heads=source.heads, d_head=source.d_head)
 
 

@@ -22,7 +22,7 @@ from allattn.model.scoring import perplexity
 from allattn.model.transformer import TransformerLM, flops_per_token
 from allattn.pruning.budget import stage_table
 from allattn.pruning.schedule import Schedule
-from allattn.training.distill import Teacher, first_stage, save_teacher
+from allattn.training.distill import Teacher, check_teacher, first_stage, save_teacher
 from allattn.training.engine import connect
 from allattn.training.live import LiveModel
 from allattn.training.monitor import Monitor, SpikeDetector
@@ -140,6 +140,7 @@ class Trainer:
             self.world.device.type,
             DTYPES[precision],
             model.attn_dropout,
+            model.seq_len,
         )
         self.monitor.say(
             f"{self.live.run_heads} heads, {self.live.n_parameters():,} parameters, {precision} on "
@@ -259,11 +260,12 @@ class Trainer:
         if self.live.pruner is not None:
             self._cut_if_due(self.config.stages[self.stage].steps)
             self._warn(at_end=True)
+            below = self.live.pruner.decided_below
             readiness = self.live.decide()
             heads = self.live.open_by_layer()
             text = (
                 f"{sum(heads)} of {self.live.run_heads} heads stay {heads}; "
-                f"{readiness['undecided']} gates were undecided (0.1 < P(open) < 0.9)"
+                f"{readiness['undecided']} gates were undecided ({below:.2g} < P(open) < 0.9)"
             )
             if readiness["cut_open"]:
                 text += (
@@ -462,6 +464,12 @@ class Trainer:
                     f"{source.config.heads} model.d_head={source.config.d_head}".replace(", ", ",")
                 )
             check_shapes(source.path, source.parameters, parameters)
+            known = source.info.get("tokenizer")
+            if known not in (None, self.corpus.tokenizer.fingerprint()):
+                raise ConfigError(
+                    f"run.init_from: {source.path} was trained with another tokenizer than the one "
+                    f"of {self.corpus.dir}; prepare the text with that one"
+                )
             parameters = source.parameters
         self.live.start(parameters)
 
@@ -479,6 +487,9 @@ class Trainer:
         self, folder: Path, snapshot: Snapshot, memory: dict[str, Tensor], meta: dict[str, Any]
     ) -> None:
         check_resumable(folder, meta, self.config, self.corpus)
+        first = first_stage(self.config)
+        if first is not None and first <= meta["stage"]:
+            check_teacher(self.run_dir, self.config)
         self.step, self.stage, self.history = meta["step"], meta["stage"], meta["history"]
         self.warned = set(meta["warned"])
         self.spikes = SpikeDetector(**meta["spikes"])

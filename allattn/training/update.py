@@ -160,6 +160,8 @@ class Updater:
             self.loss_scale.follow(finite)
             again = not finite and self.loss_scale.value >= 1
             parts["loss_scale"] = self.loss_scale.value
+            if not finite and not again:
+                self.loss_scale = LossScale()  # a batch that no scale saves says nothing about it
         if finite:
             self.memories = memories
             if pruner is not None:
@@ -167,15 +169,16 @@ class Updater:
         else:
             if self.teacher is not None:
                 self.teacher.memories = teacher_before
-            self._count_skipped(step, cross_entropy, grad_norm, again)
+            if not again:
+                self._count_skipped(step, cross_entropy, grad_norm)
         # of any rank, so that all stop at the same step
         return Update(finite, again, cross_entropy, grad_norm, lrs, parts, bool(sums[-1] > 0))
 
-    def _count_skipped(self, step: int, loss: float, grad_norm: float, again: bool) -> None:
+    def _count_skipped(self, step: int, loss: float, grad_norm: float) -> None:
         """Stop where `train.non_finite` says so, or after too many."""
         self.skipped += 1
         train = self.config.train
-        if again or (train.non_finite == "skip" and self.skipped <= train.max_skipped):
+        if train.non_finite == "skip" and self.skipped <= train.max_skipped:
             return
         why = ""
         if train.non_finite == "skip":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -84,6 +85,21 @@ def test_lines_against_loops(tiny_model, tmp_path):
             assert line["word_ppl"] == pytest.approx(math.exp(nats / line["words"]))
 
 
+def test_same_length_hides_nothing_of_a_line(finished_run, poem):
+    """It is a window of mem_len tokens, which a line has not: its own tokens stay in sight."""
+    source = open_source(finished_run)
+    plain, same = (
+        evaluate_source(_with(source, same_length=on), None, "valid", text=poem, per_line=True)
+        for on in (False, True)
+    )
+    assert [x["nats"] for x in plain["lines"]] == [x["nats"] for x in same["lines"]]
+
+
+def _with(source, **changes):
+    config = dataclasses.replace(source.config, **changes)
+    return dataclasses.replace(source, weights=dataclasses.replace(source.weights, config=config))
+
+
 def test_commands(finished_run, poem, capsys):
     argv = ["evaluate", str(finished_run), "--text", str(poem)]
     assert main([*argv, "--json"]) == 0
@@ -106,6 +122,7 @@ def test_refusals(finished_run, poem, tmp_path, capsys):
     for argv, match, status in (
         (["--per-line"], "--text", 2),
         (["--text", str(poem), "--per-line", "--mem-len", "4"], "--mem-len", 2),
+        (["--text", str(poem), "--per-line", "--same-length"], "--same-length", 2),
         (["--text", str(poem), "--data", "x"], "--data", 2),
         (["--text", str(tmp_path / "no.txt")], "no.txt: no such file", 1),
     ):

@@ -475,6 +475,16 @@ def test_a_penalty_keeps_min_heads_too():
     assert kept == [[1, 2], [], [0, 1]]
 
 
+def test_early_removal_leaves_what_evaluation_uses():
+    """While subset still has more open than it will keep, a head can be seldom drawn and open."""
+    state = PruningState([8], 8, target=2, closed_checks=[[0] * 8], open_count=6)
+    pruner = build_method(PruneConfig(method="subset", keep=0.25, patience=1), 1, state)
+    values = [torch.tensor([9.0, 8.5, 8.0, 7.5, 7.0, -3.0, -3.01, -3.02])]
+    assert pruner.open_now(values) == [list(range(6))]
+    assert pruner.probabilities(values)[0][5] < pruner.closed_below
+    assert pruner.check_closed(values) == [list(range(6))]
+
+
 @pytest.mark.parametrize("name", ["hard_concrete", "subset"])
 @scopes
 def test_early_removal_never_takes_what_the_end_would_keep(name, scope):

@@ -11,7 +11,7 @@ from runs import DENSE_END, PRUNE_END, STEPS, same_tensors
 from safetensors.torch import load_file
 from test_resume import DROPOUT, assert_same_state
 
-from allattn.config import ModelConfig
+from allattn.config import ConfigError, ModelConfig
 from allattn.data.lanes import Corpus, Lanes
 from allattn.model.transformer import Memory, TransformerLM
 from allattn.training.engine import LocalEngine
@@ -220,6 +220,21 @@ def test_a_damaged_teacher_is_named(make_config, train, contents, damage):
         Trainer(config, resume=True)
     assert str(folder) in str(error.value) and "\n" not in str(error.value)
     assert contents(run.folder) == before
+
+
+def test_distillation_added_after_the_dense_stages_is_refused(make_config, train):
+    """No teacher was kept then: found at the start, not when the stage begins."""
+    train(make_config(), 5, to_end=False)  # within the pruning stage
+    late = make_config("stages[2].distill={}")
+    with pytest.raises(ConfigError, match=r"stages\[2\]\.distill: .* kept no dense model"):
+        Trainer(late, resume=True)
+
+
+def test_distillation_added_before_pruning_begins(make_config, train):
+    run = train(make_config(), 3, to_end=False)
+    Trainer(make_config("stages[2].distill={}"), resume=True).train()
+    assert (run.folder / "teacher" / "model.safetensors").exists()
+    assert [row["step"] for row in rows(run) if "distill_weight" in row] == [11, 12, 13, 14]
 
 
 def test_a_run_without_a_dense_stage_learns_from_what_it_starts_with(make_config, train):

@@ -16,10 +16,10 @@ from allattn.data.lanes import Corpus, Lanes
 from allattn.inference.load import load_pretrained
 from allattn.model.adaptive import TiedVocabulary
 from allattn.model.transformer import TransformerLM
-from allattn.training.engine import LocalEngine, build_engine, connect
+from allattn.training.engine import LocalEngine, _adam_state, build_engine, connect
 from allattn.training.optim import group_of, parameter_groups
 from allattn.training.ranks import World
-from allattn.training.state import Snapshot
+from allattn.training.state import MOMENTS, Snapshot
 from allattn.training.trainer import Trainer
 from allattn.training.update import NonFiniteLoss
 
@@ -114,6 +114,14 @@ def test_a_snapshot_brings_adam_back(engine):
     a, b = one.snapshot(), other.snapshot()
     assert all(torch.equal(a.parameters[n], b.parameters[n]) for n in a.parameters)
     assert a.adam_steps == b.adam_steps == dict.fromkeys(a.parameters, 3)
+
+
+def test_adam_counts_steps_where_its_moments_are():
+    """A fused AdamW reads the count in its kernel: on a GPU it must not lie in the CPU's memory."""
+    moments = {key: {"w": torch.zeros(2)} for key in MOMENTS}
+    state = _adam_state(Snapshot({}, moments, {"w": 3}), "w", torch.device("meta"))
+    assert {value.device.type for value in state.values()} == {"meta"}
+    assert _adam_state(Snapshot({}, moments, {"w": 3}), "w", LOCAL.device)["step"] == 3
 
 
 def test_moments_that_a_snapshot_lacks_start_at_zero(engine):

@@ -5,6 +5,7 @@ import shutil
 import stat
 
 import pytest
+from runs import STEPS
 
 from allattn.config import ConfigError
 from allattn.data.prepare import prepare
@@ -40,6 +41,39 @@ def test_resuming_on_another_text_is_refused(make_config, train, tmp_path):
     with pytest.raises(ConfigError, match="another text"):
         Trainer(make_config(texts["b"]), resume=True)
     Trainer(make_config(texts["a"]), resume=True).train(6)
+
+
+def test_weights_of_another_tokenizer_are_refused(make_config, train, tmp_path):
+    folders = []
+    for name, word in (("a", "apple pear "), ("b", "grape plum ")):
+        (text := tmp_path / f"{name}.txt").write_text((word * 20 + "\n") * 60)
+        prepare(out=tmp_path / name, train=[text], valid=[text], tokenizer="word")
+        folders.append(f"data.dir={tmp_path / name}")
+    first = train(make_config(folders[0], name="first"), 5, to_end=False)
+    start = f"run.init_from={first.folder}"
+    with pytest.raises(ConfigError, match=r"run\.init_from: .* another tokenizer"):
+        Trainer(make_config(folders[1], start, name="other"))
+    assert Trainer(make_config(folders[0], start, name="same")).step == 0
+
+
+def test_attention_is_computed_as_this_start_says(make_config, train):
+    run = train(make_config(), 5, to_end=False)
+    trainer = Trainer(make_config("model.attention=reference"), resume=True)
+    layers = trainer.live.engine.module.layers
+    assert {layer.attention.implementation for layer in layers} == {"reference"}
+    trainer.train()
+    trainer = Trainer(make_config(name="auto"))
+    trainer.train()
+    assert run.meta(STEPS)["model"]["attention"] == "reference"
+    left = [layer.attention for layer in trainer.live.engine.module.layers if layer.attention]
+    assert {a.implementation for a in left} == {"auto"}  # also after a removal
+
+
+def test_a_structure_without_heads_has_nothing_to_prune(make_config, train):
+    empty = train(make_config("stages[1].prune.keep=0", name="empty"))
+    structure = f"run.init_structure={empty.folder}"
+    with pytest.raises(ConfigError, match=r"init_structure: .* no head left.* stage prune"):
+        Trainer(make_config(structure, name="other"))
 
 
 def test_a_shift_belongs_to_a_run(make_config, train):

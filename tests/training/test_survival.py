@@ -26,7 +26,7 @@ from allattn.training.monitor import SpikeDetector
 from allattn.training.optim import LossScale
 from allattn.training.state import checkpoints_of
 from allattn.training.trainer import Trainer
-from allattn.training.update import NonFiniteLoss
+from allattn.training.update import NonFiniteLoss, Updater
 
 SAVES = ["train.save_every=1", "train.keep_last=2"]
 LONG = [*SAVES, "stages[0].steps=40", "stages[1].steps=60", "stages[2].steps=40"]
@@ -252,12 +252,33 @@ def test_float16_tries_again_with_half_the_scale(make_config, train, monkeypatch
     assert scales == [2.0 ** (39 - i) for i in range(len(skipped))]
     since = STEPS - skipped[-1]["step"] + 1
     assert run.meta(STEPS)["loss_scale"] == {"value": scales[-1], "good_steps": since}
-    assert run.meta(STEPS)["skipped"] == len(skipped)  # and no step was used up:
+    assert run.meta(STEPS)["skipped"] == 0  # no batch was left out, and no step used up:
     for key, loss in reference.losses().items():
         assert run.losses()[key] == pytest.approx(loss, abs=0.03), key
     assert [r["lr"] for r in run.lines if "lr" in r] == [
         r["lr"] for r in reference.lines if "lr" in r
     ]
+
+
+def test_float16_skips_a_batch_that_no_scale_saves(make_config, monkeypatch):
+    """Its retries are not skips, and the batches after it are not held to its scale."""
+    step = Updater.step
+
+    def poisoned(self, live, number, *rest):
+        backward = live.engine.backward
+        if number == 5:
+            live.engine.backward = lambda loss, *args: backward(loss * math.nan, *args)
+        try:
+            return step(self, live, number, *rest)
+        finally:
+            live.engine.backward = backward
+
+    monkeypatch.setattr(Updater, "step", poisoned)
+    options = ["train.precision=fp16", "train.non_finite=skip", "train.max_skipped=1"]
+    trainer = Trainer(make_config(*options))
+    trainer.train()
+    assert (trainer.step, trainer.updater.skipped) == (STEPS, 1)
+    assert trainer.updater.loss_scale == LossScale(2.0**16, STEPS - 6)
 
 
 def test_the_loss_scale_by_hand():
