@@ -29,7 +29,7 @@ def alone(place: Path) -> Iterator[None]:
             gone = True
         if gone:
             raise ValueError(
-                f"{place}: another process is writing there; wait for it, or give another --out"
+                f"{place}: another process is writing there; wait for it, or choose another place"
             )
         try:
             yield

@@ -15,7 +15,9 @@ import yaml
 from runs import DENSE_END, STEPS
 from safetensors.torch import load_file
 
-from allattn.training.state import read_json
+from allattn.config import save_config
+from allattn.data.lock import alone
+from allattn.training.state import read_json, write_json
 
 FOLDER = Path(__file__).resolve().parents[2] / "tools" / "experiments"
 CLAIMS = sorted(path.parent.name for path in FOLDER.glob("*/experiment.yaml"))
@@ -85,7 +87,9 @@ def test_going_on_after_a_shared_stage_is_the_run_itself(
         load_file(p / "final" / "model.safetensors") for p in (runs / "run-s3", finished_run)
     )
     assert own.keys() == wanted.keys() and all(own[n].equal(wanted[n]) for n in own)
-    found = read_json(folder / "results.json")
+    assert not (folder / "results.json").exists()  # other settings than the file's
+    results = runs / "results_experiment"
+    found = read_json(results / "results.json")
     assert found["missing"] == [] and not found["smoke"]
     trunk, row = found["runs"]
     assert row["circumstances"]["torch"] and row["circumstances"]["threads"]
@@ -93,8 +97,8 @@ def test_going_on_after_a_shared_stage_is_the_run_itself(
     assert row["seed"] == 3 and row["valid_curve"][-1][0] == STEPS and sum(row["heads"]) == 4
     assert 0 < row["train_seconds"] and 0 < row["wall_seconds"]
     assert row["valid_curve"][0] == trunk["valid_curve"][-1]  # of the stage that they share
-    assert f"| run, seed 3 | {STEPS} | 4 |" in (folder / "table.md").read_text()
-    assert (folder / "plot.png").stat().st_size > 1000
+    assert f"| run, seed 3 | {STEPS} | 4 |" in (results / "table.md").read_text()
+    assert (results / "plot.png").stat().st_size > 1000
 
     capsys.readouterr()
     assert run.main(argv) == 0
@@ -116,6 +120,16 @@ def test_going_on_after_a_shared_stage_is_the_run_itself(
         ({"after": "nothing"}, "no run nothing-s3 before it"),
         ({"name": "trunk"}, "two runs are named trunk-s3"),
         ({"set": ["stages[1].prune.kep=1"]}, "did you mean keep?"),
+        ({"set": [1]}, "set: a list of key=value"),
+        ({"set": ["run.init_structure={RUNS}/other-s3"]}, "no run other-s3 before it"),
+        ({"set": ["run.init_from={RUNS}/run-s3"]}, "no run run-s3 before it"),
+        ({"config": 3}, "config: 3 is not a str"),
+        ({"label": None}, "label: None is not a str"),
+        ({"name": ""}, "name: empty"),
+        ({"stages": True}, "stages: True is not a int"),
+        ({"share": 50}, "share: above 0, at most 1"),
+        ({"share": "half"}, "'half' is not a int or float"),
+        ({"seeds": ["one"]}, "seeds: 'one' is not a number"),
     ],
 )
 def test_a_wrong_entry_starts_nothing(run, experiment, tmp_path, capsys, change, words):
@@ -147,8 +161,10 @@ def test_a_wrong_call_starts_nothing(run, tmp_path, capsys, options, words):
         ("{claim: a, report: size, tset: true, runs: []}", "needs claim, report and runs"),
         ("{claim: a, report: size, runs: [text]}", "runs: a list"),
         ("{claim: a, report: size, runs: [{name: a}]}", "needs name and config"),
-        ("{claim: a, report: size, seeds: 1, runs: []}", "seeds: a list"),
-        ("{claim: a, report: sise, runs: []}", "report: one of size"),
+        ("{claim: a, report: size, runs: [{config: a}]}", "run number 1: needs name and config"),
+        ("{claim: a, report: size, seeds: 1, runs: []}", "seeds: 1 is not a list"),
+        ("{claim: a, report: size, runs: []}", "runs: empty"),
+        ("{claim: a, report: size, test: no way, runs: [{}]}", "test: 'no way' is not a bool"),
     ],
 )
 def test_a_broken_experiment_is_one_line(run, tiny_corpus, tmp_path, capsys, text, words):
@@ -158,18 +174,62 @@ def test_a_broken_experiment_is_one_line(run, tiny_corpus, tmp_path, capsys, tex
     assert words in error and error.count("\n") == 1
 
 
+def test_an_unknown_report_is_refused(run, experiment, tiny_corpus, capsys):
+    path = experiment() / "experiment.yaml"
+    path.write_text(path.read_text().replace("report: size", "report: sise"))
+    assert run.main([str(path.parent), "--data", str(tiny_corpus)]) == 2
+    assert "report: one of size" in capsys.readouterr().err
+
+
+def test_what_is_not_there_is_said(run, experiment, tiny_corpus, tmp_path, capsys):
+    """Nothing trained; a run of another config, or of another corpus; a run that lost a file."""
+    folder, runs = experiment(), tmp_path / "runs"
+    argv = [str(folder), "--data", str(tiny_corpus), "--runs", str(runs)]
+
+    def said(*options):
+        assert run.main([*argv, *options]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        return error
+
+    assert "nothing is trained yet" in said("--report")
+    made = run.load_experiment(folder, runs, [f"data.dir={tiny_corpus}"], None, False)
+    (trunk, _), runner = made.runs, importlib.import_module("runner")
+    (made.path(trunk) / "final").mkdir(parents=True)
+    (made.path(trunk) / "final" / "config.json").write_text("{")
+    assert "trunk-s3: lost or damaged" in said("--report")
+    save_config(trunk.config, runs / "trunk-s3.yaml")
+    assert "another config (train.batch_size)" in said("--report", "train.batch_size=2")
+    write_json(runs / "trunk-s3.json", {"corpus": runner.corpus_id(trunk.config)})
+    assert "lost or damaged" in said("--report")
+    write_json(runs / "trunk-s3.json", {"corpus": {"train": "another"}})
+    assert "another config (the corpus in data.dir)" in said("--list")
+
+
+def test_one_command_at_a_time(run, experiment, tiny_corpus, tmp_path, capsys):
+    with alone(tmp_path / "runs"):
+        argv = [str(experiment()), "--data", str(tiny_corpus), "--runs", str(tmp_path / "runs")]
+        assert run.main(argv) == 2
+    assert "another process is writing there" in capsys.readouterr().err
+
+
 def test_a_structure_is_waited_for(run, tmp_path):
     made = run.load_experiment(FOLDER / "claim4_scratch", tmp_path, [], None, False)
     needs = {r.name: r.needs for r in made.runs}
     assert needs["aa-scratch-0.5-s1"] == {"aa-0.5-s1"} and needs["aa-0.5-s1"] == {"aa-trunk-s1"}
 
 
-def test_results_are_not_replaced_by_fewer(run, tmp_path):
-    rows = [{"name": "a", "seed": 1}, {"name": "b", "seed": 1}]
+def test_results_are_not_lost(run, tmp_path):
+    def rows(*names, corpus=None):
+        circumstances = {} if corpus is None else {"corpus": {"train": corpus}}
+        return {"runs": [{"name": n, "seed": 1, "circumstances": circumstances} for n in names]}
+
     path = tmp_path / "results.json"
-    assert run.holds_all_of(path, {"runs": []})
-    path.write_text('{"runs": [{"name": "a", "seed": 1}]}')
-    assert run.holds_all_of(path, {"runs": rows}) and not run.holds_all_of(path, {"runs": rows[1:]})
+    assert not run.loses(path, rows())
+    write_json(path, rows("a"))
+    assert not run.loses(path, rows("a", "b", corpus="x")) and run.loses(path, rows("b"))
+    write_json(path, rows("a", corpus="x"))
+    assert not run.loses(path, rows("a", corpus="x")) and run.loses(path, rows("a", corpus="y"))
 
 
 def test_a_size_stands_with_the_mean_and_number_of_its_seeds(run):
@@ -206,5 +266,5 @@ def test_a_term_signal_stops_the_runs(run, experiment, tmp_path, monkeypatch):
 def test_smoke(run, claim, tiny_corpus, tmp_path):
     argv = [claim, "--smoke", "--data", str(tiny_corpus), "--runs", str(tmp_path)]
     assert run.main(argv) == 0
-    folder = tmp_path / f"smoke-{claim}"
+    folder = tmp_path / f"smoke-{claim}" / f"results_{claim}"
     assert read_json(folder / "results.json")["smoke"] and (folder / "plot.png").exists()

@@ -31,8 +31,12 @@ import yaml
 from allattn.config import Config, ConfigError, load_config, validate
 
 HERE = Path(__file__).resolve().parent
-KNOWN = {"claim", "report", "test", "seeds", "runs"}
-KEYS = {"name", "config", "stages", "after", "seeds", "set", "group", "label", "share"}
+# what may be given, and as what
+KNOWN = {"claim": str, "report": str, "test": bool, "seeds": list, "runs": list}
+KEYS = {
+    "name": str, "config": str, "stages": int, "after": str, "seeds": list, "set": list,
+    "group": str, "label": str, "share": (int, float),
+}  # fmt: skip
 
 
 @dataclass
@@ -54,8 +58,10 @@ class Run:
     @property
     def needs(self) -> set[str]:
         """Names of runs that must be finished before it begins."""
-        structure = self.config.run.init_structure
-        return {self.after, Path(structure).name if structure else None} - {None}
+        run = self.config.run
+        begun = [path for path in (run.init_structure, run.init_from) if path is not None]
+        within = {Path(path).name for path in begun if Path(path).parent == Path(run.dir)}
+        return within | ({self.after} - {None})
 
     @property
     def seed(self) -> int:
@@ -127,8 +133,8 @@ def load_experiment(
             run = _run(path, entry, seed, runs_dir, overrides, smoke)
             if run.name in runs:
                 raise ConfigError(f"{path}: two runs are named {run.name}")
-            if run.after is not None and run.after not in runs:
-                raise ConfigError(f"{path}: run {run.name}: no run {run.after} before it")
+            if missing := sorted(run.needs - runs.keys()):
+                raise ConfigError(f"{path}: run {run.name}: no run {missing[0]} before it")
             runs[run.name] = run
     test = data.get("test", False)
     return Experiment(
@@ -145,20 +151,37 @@ def _read(path: Path) -> dict[str, Any]:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(data, dict) or not {"claim", "report", "runs"} <= data.keys() <= KNOWN:
+    if not isinstance(data, dict) or not {"claim", "report", "runs"} <= data.keys() <= KNOWN.keys():
         raise ConfigError(f"{path}: needs claim, report and runs, and may have seeds and test")
-    if not isinstance(data["runs"], list) or not all(isinstance(x, dict) for x in data["runs"]):
-        raise ConfigError(f"{path}: runs: a list of {{name: .., config: ..}}")
-    for entry in data["runs"]:
-        if not {"name", "config"} <= entry.keys() or entry.keys() - KEYS:
-            name, unknown = entry.get("name"), sorted(entry.keys() - KEYS)
+    _check_types(str(path), data, KNOWN)
+    for i, entry in enumerate(data["runs"]):
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{path}: runs: a list of {{name: .., config: ..}}")
+        name = entry.get("name", f"number {i + 1}")
+        if not {"name", "config"} <= entry.keys() or entry.keys() - KEYS.keys():
+            unknown = sorted(entry.keys() - KEYS.keys())
             raise ConfigError(f"{path}: run {name}: needs name and config; unknown {unknown}")
-        for key in ("seeds", "set"):
-            if not isinstance(entry.get(key, []), list):
-                raise ConfigError(f"{path}: run {entry['name']}: {key}: a list")
-    if not isinstance(data.get("seeds", []), list):
-        raise ConfigError(f"{path}: seeds: a list")
+        _check_types(f"{path}: run {name}", entry, KEYS)
+        if not 0 < entry.get("share", 1) <= 1:
+            raise ConfigError(f"{path}: run {name}: share: above 0, at most 1")
+        if not all(isinstance(text, str) for text in entry.get("set", [])):
+            raise ConfigError(f"{path}: run {name}: set: a list of key=value")
     return data
+
+
+def _check_types(where: str, given: dict[str, Any], known: dict[str, Any]) -> None:
+    for key, value in given.items():
+        if not isinstance(value, known[key]) or (
+            isinstance(value, bool) and known[key] is not bool
+        ):
+            kinds = known[key] if isinstance(known[key], tuple) else (known[key],)
+            kind = " or ".join(kind.__name__ for kind in kinds)
+            raise ConfigError(f"{where}: {key}: {value!r} is not a {kind}")
+        if value in ("", []):
+            raise ConfigError(f"{where}: {key}: empty")
+    for seed in given.get("seeds", []):
+        if not isinstance(seed, int):
+            raise ConfigError(f"{where}: seeds: {seed!r} is not a number")
 
 
 def _run(

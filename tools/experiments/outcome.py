@@ -19,51 +19,63 @@ def results(experiment: Experiment) -> dict[str, Any]:
     """What came of the finished runs, and under which circumstances each was trained.
 
     `valid_ppl` is that of the run's own last evaluation.
+
+    Raises:
+        ValueError: a run lost or damaged a file.
     """
     rows = []
     for run in experiment.runs:
         if not experiment.finished(run):
             continue
-        folder = experiment.path(run)
-        source = open_source(folder)
-        parts = count_parameters(source.config)
-        note = experiment.runs_dir / f"{run.name}.json"
-        trained = read_json(note) if note.exists() else {"seconds": None}
-        curve = [
-            [line["step"], round(line["ppl"], 3)]
-            for line in metrics(folder)
-            if line.get("split") == "valid"
-        ]
-        test = _test(folder, source, run) if experiment.test and "group" in run.entry else {}
-        rows.append({
-            "name": run.entry["name"],
-            "group": run.entry.get("group", ""),
-            "label": run.label,
-            "share": run.entry.get("share"),
-            "seed": run.seed,
-            "steps": run.steps,
-            "train_tokens": run.steps * run.config.train.batch_size * run.config.model.seq_len,
-            # of this run alone: what it shares with `after` is counted there
-            "wall_seconds": trained.pop("seconds"),
-            "after": run.after,
-            "train_seconds": round(train_seconds(run, folder), 1),
-            "settings": run.entry.get("set", []),
-            "config": run.entry["config"],
-            "heads": source.config.heads,
-            "params": sum(parts.values()),
-            "params_non_embedding": sum(parts.values()) - parts["vocabulary"],
-            "flops_per_token": flops_per_token(source.config),
-            "valid_curve": curve,
-            "valid_ppl": curve[-1][1],
-            "test_ppl": test.get("ppl"),
-            "word_ppl": test.get("word_ppl"),
-            "circumstances": trained,
-        })  # fmt: skip
+        try:
+            rows.append(_row(experiment, run))
+        except (OSError, ValueError, LookupError) as error:
+            raise ValueError(
+                f"{experiment.path(run)}: lost or damaged ({error}); remove it to train it again"
+            ) from None
     return {
         "claim": experiment.claim,
         "smoke": experiment.smoke,
         "runs": rows,
         "missing": [run.name for run in experiment.runs if not experiment.finished(run)],
+    }
+
+
+def _row(experiment: Experiment, run: Run) -> dict[str, Any]:
+    folder = experiment.path(run)
+    source = open_source(folder)
+    parts = count_parameters(source.config)
+    note = experiment.runs_dir / f"{run.name}.json"
+    trained = read_json(note) if note.exists() else {"seconds": None}
+    curve = [
+        [line["step"], round(line["ppl"], 3)]
+        for line in metrics(folder)
+        if line.get("split") == "valid"
+    ]
+    test = _test(folder, source, run) if experiment.test and "group" in run.entry else {}
+    return {
+        "name": run.entry["name"],
+        "group": run.entry.get("group", ""),
+        "label": run.label,
+        "share": run.entry.get("share"),
+        "seed": run.seed,
+        "steps": run.steps,
+        "train_tokens": run.steps * run.config.train.batch_size * run.config.model.seq_len,
+        # of this run alone: what it shares with `after` is counted there
+        "wall_seconds": trained.pop("seconds"),
+        "after": run.after,
+        "train_seconds": round(train_seconds(run, folder), 1),
+        "settings": run.entry.get("set", []),
+        "config": run.entry["config"],
+        "heads": source.config.heads,
+        "params": sum(parts.values()),
+        "params_non_embedding": sum(parts.values()) - parts["vocabulary"],
+        "flops_per_token": flops_per_token(source.config),
+        "valid_curve": curve,
+        "valid_ppl": curve[-1][1],
+        "test_ppl": test.get("ppl"),
+        "word_ppl": test.get("word_ppl"),
+        "circumstances": trained,
     }
 
 

@@ -8,8 +8,8 @@
 
 Finished runs are not trained again: stop it whenever you like. Experiments share their runs: one of
 the same name is the same run. It writes `results.json`, `table.md` and `plot.png` into the
-experiment's folder, or beside the runs where that has results of runs that this call has not, and
-with `--smoke`. Exit status 1 if a run failed. The data of all of
+experiment's folder; with `--smoke`, `--seeds` or settings, or where that folder has results of
+other runs, into `results_NAME` beside the runs. Exit status 1 if a run failed. The data of all of
 them:
 
     allattn prepare --dataset wikitext-2 --source DIR --tokenizer sentencepiece --vocab-size 4000 \\
@@ -30,10 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where this is i
 from experiment import HERE, Experiment, load_experiment
 from outcome import results
 from report import REPORTS
-from runner import train_missing
+from runner import check_same, train_missing
 
 from allattn.config import ConfigError, with_vocabulary
 from allattn.data.lanes import Corpus
+from allattn.data.lock import alone
 from allattn.model.transformer import count_parameters
 from allattn.training.state import read_json, write_json
 
@@ -61,45 +62,79 @@ def main(argv: list[str] | None = None) -> int:
         if experiment.report not in REPORTS:
             raise ConfigError(f"{folder}: report: one of {', '.join(REPORTS)}")
         Corpus(args.data)  # before the first run starts
+        check_same(experiment)
         if args.list:
             describe(experiment)
             return 0
-        failed = [] if args.report else train_missing(experiment, args.jobs)
+        failed: list[str] = []
+        if not args.report:
+            with alone(runs_dir):
+                failed = train_missing(experiment, args.jobs)
+        own = not (args.smoke or args.overrides or args.seeds)
+        print(write_report(experiment, own))
     except (ConfigError, OSError, ValueError) as error:
         print(f"experiments: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("experiments: stopped; the same command goes on", file=sys.stderr)
         return 130
-    found = results(experiment)
-    target = folder if not args.smoke and holds_all_of(folder / "results.json", found) else runs_dir
-    experiment = dataclasses.replace(experiment, folder=target)
-    table = REPORTS[experiment.report](experiment, found)
-    write_json(target / "results.json", found)
-    head = f"# {experiment.claim}\n\n" + ("A smoke test: no result.\n\n" if args.smoke else "")
-    (target / "table.md").write_text(head + table, encoding="utf-8")
-    print(f"{table}\nwritten to {target}")
     return 1 if failed else 0
 
 
-def holds_all_of(path: Path, found: dict[str, Any]) -> bool:
-    """Whether no run of the results in a file would be lost with it."""
+def write_report(experiment: Experiment, own: bool) -> str:
+    """Results, table and plot of what is trained.
+
+    Args:
+        experiment: whose.
+        own: with the settings and seeds of its file: for its folder, unless results there would be
+            lost; else for a folder beside the runs.
+
+    Returns:
+        The table, and where it is.
+
+    Raises:
+        ValueError: nothing is trained, or a run is damaged.
+    """
+    found = results(experiment)
+    if not found["runs"]:
+        raise ValueError(f"{experiment.runs_dir}: nothing is trained yet")
+    target = experiment.folder
+    if not own or loses(target / "results.json", found):
+        target = experiment.runs_dir / f"results_{target.name}"
+        target.mkdir(exist_ok=True)
+    table = REPORTS[experiment.report](dataclasses.replace(experiment, folder=target), found)
+    write_json(target / "results.json", found)
+    note = "A smoke test: no result.\n\n" if experiment.smoke else ""
+    (target / "table.md").write_text(f"# {experiment.claim}\n\n{note}{table}", encoding="utf-8")
+    return f"{table}\nwritten to {target}"
+
+
+def loses(path: Path, found: dict[str, Any]) -> bool:
+    """Whether a file has results of runs that these have not, or have of another corpus."""
     if not path.exists():
-        return True
-    old = {(row["name"], row["seed"]) for row in read_json(path)["runs"]}
-    return old <= {(row["name"], row["seed"]) for row in found["runs"]}
+        return False
+    old, new = (
+        {(row["name"], row["seed"]): row["circumstances"].get("corpus") for row in part["runs"]}
+        for part in (read_json(path), found)
+    )
+    return not old.keys() <= new.keys() or any(
+        corpus not in (None, new[run]) for run, corpus in old.items()
+    )
 
 
 def describe(experiment: Experiment) -> None:
-    """A line a run."""
+    """A line a run; its steps beyond those of the run that it goes on from."""
+    steps = {run.name: run.steps for run in experiment.runs}
     for run in experiment.runs:
         model = run.config.model
         model = with_vocabulary(model, Corpus(run.config.data.dir).vocab_size, run.config.data.dir)
         parts = count_parameters(model)
         size = sum(parts.values()) - parts["vocabulary"]
+        own = run.steps - steps.get(run.after, 0)
         after = f" after {run.after}" if run.after else ""
+        first = f"{size:,}" if run.config.run.init_structure is None else "of another run"
         done = "finished" if experiment.finished(run) else "to do"
-        print(f"{run.name:36} {run.steps:6} steps{after:20} {size:10,} parameters  {done}")
+        print(f"{run.name:36} {own:6} steps{after:20}, parameters at first {first:>14}  {done}")
 
 
 if __name__ == "__main__":

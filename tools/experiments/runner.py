@@ -17,7 +17,37 @@ import torch
 from experiment import HERE, Experiment, Run
 
 from allattn.config import Config, ConfigError, load_config, save_config
+from allattn.data.lanes import Corpus
 from allattn.training.state import checkpoints_of, read_json, write_json
+
+
+def check_same(experiment: Experiment) -> None:
+    """Runs that have begun were begun with the settings and the corpus that they have here.
+
+    Raises:
+        ConfigError: a run of the same name is another one.
+    """
+    for run in experiment.runs:
+        path, folder = experiment.runs_dir / f"{run.name}.yaml", experiment.path(run)
+        if not path.exists() or not folder.exists():
+            continue
+        old, new = _flat(load_config(path)), _flat(run.config)
+        places = {"run.dir", "data.dir"}  # they may have moved
+        other = [k for k in sorted(old | new) if k not in places and old.get(k) != new.get(k)]
+        note = experiment.runs_dir / f"{run.name}.json"
+        known = read_json(note).get("corpus") if note.exists() else None
+        if known not in (None, corpus_id(run.config)):
+            other.append("the corpus in data.dir")
+        if other:
+            raise ConfigError(
+                f"{path}: a run of this name has another config ({', '.join(other)}); give other "
+                f"--runs, or remove that file and {folder}"
+            )
+
+
+def corpus_id(config: Config) -> dict[str, str]:
+    """What tells a corpus from others: the beginning of the hash of each split."""
+    return {name: split["sha256"][:12] for name, split in Corpus(config.data.dir).splits.items()}
 
 
 def train_missing(experiment: Experiment, jobs: int = 1) -> list[str]:
@@ -32,11 +62,10 @@ def train_missing(experiment: Experiment, jobs: int = 1) -> list[str]:
 
     Raises:
         ConfigError: a folder holds a run of another config, or lost what a run goes on from.
+        ValueError: another process trains runs of this folder.
         KeyboardInterrupt: Ctrl-C or SIGTERM, after the runs in progress saved and stopped.
     """
     experiment.runs_dir.mkdir(parents=True, exist_ok=True)
-    for run in experiment.runs:
-        _check_same(experiment.runs_dir / f"{run.name}.yaml", run.config)
     environment = dict(os.environ)
     if jobs > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
@@ -72,8 +101,7 @@ def train_missing(experiment: Experiment, jobs: int = 1) -> list[str]:
                     continue
                 failed.append(run.name)
                 log = experiment.runs_dir / f"{run.name}.log"
-                last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-1:]
-                print(f"{number[run.name]} {run.name}: failed: {log}: {last}", file=sys.stderr)
+                print(f"{number[run.name]} {run.name}: failed: {_reason(log)}", file=sys.stderr)
     finally:  # Ctrl-C, or an error: none trains on behind the caller's back
         for _, process, _ in running:
             process.terminate()  # not SIGINT: what was begun in the background ignores that
@@ -84,15 +112,10 @@ def train_missing(experiment: Experiment, jobs: int = 1) -> list[str]:
     return failed
 
 
-def _check_same(path: Path, config: Config) -> None:
-    if not path.exists():
-        return
-    old, new = _flat(load_config(path)), _flat(config)
-    other = [key for key in sorted(old | new) if old.get(key) != new.get(key)]
-    if other:
-        raise ConfigError(
-            f"{path}: a run of this name has another config ({', '.join(other)}); give other --runs"
-        )
+def _reason(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [line for line in lines if line.startswith("allattn: error")]
+    return f"{log}: {(errors or lines or ['nothing'])[-1]}"
 
 
 def _flat(config: Config) -> dict[str, Any]:
@@ -110,14 +133,19 @@ def _start(experiment: Experiment, run: Run, environment: dict[str, str]) -> sub
     save_config(run.config, config)
     command = [sys.executable, "-m", "allattn", "train", str(config), "--resume"]
     with log.open("a", encoding="utf-8") as output:
-        return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        # a session of its own: a terminal's Ctrl-C is passed on by us, as a wish to save and stop
+        return subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
 
 
 def _note(experiment: Experiment, run: Run, seconds: float, environment: dict[str, str]) -> None:
     path = experiment.runs_dir / f"{run.name}.json"
     known = read_json(path)["seconds"] if path.exists() else 0.0
     threads = environment.get("OMP_NUM_THREADS")
-    write_json(path, {"seconds": known + seconds, "threads": threads, **circumstances()})
+    corpus = corpus_id(run.config)
+    new = {"seconds": known + seconds, "threads": threads, "corpus": corpus, **circumstances()}
+    write_json(path, new)
 
 
 def fork(source: Path, target: Path) -> None:
