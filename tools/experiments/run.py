@@ -132,9 +132,9 @@ def describe(experiment: Experiment) -> None:
         size = sum(parts.values()) - parts["vocabulary"]
         own = run.steps - steps.get(run.after, 0)
         after = f" after {run.after}" if run.after else ""
-        first = f"{size:,}" if run.config.run.init_structure is None else "of another run"
+        first = f"{size:,}" if run.config.run.init_structure is None else "another's"
         done = "finished" if experiment.finished(run) else "to do"
-        print(f"{run.name:36} {own:6} steps{after:20}, parameters at first {first:>14}  {done}")
+        print(f"{run.name:36} {own:6} steps{after:22} {first:>10} parameters at first  {done}")
 
 
 if __name__ == "__main__":
