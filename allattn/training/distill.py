@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,17 +48,24 @@ def save_teacher(run_dir: Path, model: TransformerLM, parameters: dict[str, Tens
     os.replace(partial, folder)
 
 
-def check_teacher(run_dir: Path, config: Config) -> None:
-    """A run that goes on beyond its dense stages can distil only if it kept its teacher there.
+def check_teacher(run_dir: Path, meta: dict[str, Any], config: Config) -> None:
+    """A run that goes on after its dense stages can distil only if it was to distil before.
+
+    Args:
+        run_dir: of the run.
+        meta: of the checkpoint that it goes on from.
+        config: to go on with.
 
     Raises:
-        ConfigError: it did not, as no stage of it distilled then.
+        ConfigError: it kept no teacher, as no stage of it distilled then.
     """
-    if not (run_dir / FOLDER).exists():
+    first = first_stage(config)
+    distilled = any(stage.get("distill") for stage in meta["config"]["stages"])
+    if first is not None and first <= meta["stage"] and not distilled:
         i = next(i for i, stage in enumerate(config.stages) if stage.distill)
         raise ConfigError(
-            f"stages[{i}].distill: {run_dir} kept no dense model to learn from, as it was begun "
-            "without distillation; leave it out, or start another run.name"
+            f"stages[{i}].distill: {run_dir} kept no dense model to learn from, as no stage of it "
+            "distilled when it began to prune; leave it out, or start another run.name"
         )
 
 

@@ -487,9 +487,7 @@ class Trainer:
         self, folder: Path, snapshot: Snapshot, memory: dict[str, Tensor], meta: dict[str, Any]
     ) -> None:
         check_resumable(folder, meta, self.config, self.corpus)
-        first = first_stage(self.config)
-        if first is not None and first <= meta["stage"]:
-            check_teacher(self.run_dir, self.config)
+        check_teacher(self.run_dir, meta, self.config)
         self.step, self.stage, self.history = meta["step"], meta["stage"], meta["history"]
         self.warned = set(meta["warned"])
         self.spikes = SpikeDetector(**meta["spikes"])
