@@ -134,7 +134,7 @@ def bars(experiment: Experiment, results: dict[str, Any]) -> str:
     entries = [rows for rows in by_entry(results, "valid_ppl") if rows[0]["group"]]
     groups = list(dict.fromkeys(rows[0]["group"] for rows in entries))
     figure, panels = plt.subplots(
-        1, max(len(groups), 1), figsize=(3 + 3.5 * max(len(groups), 1), 4), layout="constrained",
+        1, max(len(groups), 1), figsize=(2 + 5 * max(len(groups), 1), 4.5), layout="constrained",
         squeeze=False,
     )  # fmt: skip
     for axes, group in zip(panels[0], groups, strict=False):
@@ -144,9 +144,9 @@ def bars(experiment: Experiment, results: dict[str, Any]) -> str:
         axes.barh([_bar(rows) for rows in members], means, color="lightsteelblue")
         for i, rows in enumerate(members):
             axes.plot([row["valid_ppl"] for row in rows], [i] * len(rows), "|", color="black")
-        axes.set_xlim(0.9 * means[-1], None)
+        axes.set_xlim(0.95 * means[-1], None)
         axes.set_title(group)
-        axes.set_xlabel("valid perplexity a token")
+        axes.set_xlabel("valid ppl a token")
     figure.savefig(experiment.folder / "plot.png", dpi=150)
     plt.close(figure)
     return mean_table(results) + "\n" + run_table(results)

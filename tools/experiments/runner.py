@@ -61,8 +61,7 @@ def train_missing(experiment: Experiment, jobs: int = 1) -> list[str]:
         jobs: runs at a time; they share the cores, unless OMP_NUM_THREADS says what each gets.
 
     Raises:
-        ConfigError: a folder holds a run of another config, or lost what a run goes on from.
-        ValueError: another process trains runs of this folder.
+        ConfigError: a folder lost what a run goes on from.
         KeyboardInterrupt: Ctrl-C or SIGTERM, after the runs in progress saved and stopped.
     """
     experiment.runs_dir.mkdir(parents=True, exist_ok=True)
