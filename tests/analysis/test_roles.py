@@ -100,11 +100,12 @@ def means(row) -> dict[str, float]:
     return result
 
 
-def same_views(got: list[list[HeadView]], wanted, abs: float = 1e-9) -> None:
-    assert list(map(len, got)) == list(map(len, wanted))
-    for views, rows in zip(got, wanted, strict=True):
-        for view, row in zip(views, rows, strict=True):
-            assert asdict(view) == pytest.approx(row, abs=abs)
+def rows_of(views: list[list[HeadView]]) -> list[list[dict]]:
+    return [[asdict(view) for view in layer] for layer in views]
+
+
+def close(rows: list[list[dict]], abs: float = 1e-9) -> list[list]:
+    return [[pytest.approx(row, abs=abs) for row in layer] for layer in rows]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -115,7 +116,7 @@ def test_every_statistic_equals_loops(tiny_model, family, batch_size):
     sample = Sample(Lanes(text(50), 3, 4), 4)
     wanted = by_loops(model, sample, COUNTS)
     assert any(view["rare_share"] != view["rare_chance"] for row in wanted for view in row)
-    same_views(view_heads(model, sample, COUNTS, EOS, batch_size), wanted)
+    assert rows_of(view_heads(model, sample, COUNTS, EOS, batch_size)) == close(wanted)
 
 
 def test_ends_of_lines_are_left_out_of_the_confidence(tiny_model):
@@ -133,7 +134,7 @@ def test_float32_is_independent_of_the_batch_size(tiny_model):
     sample = take_sample(text(200), 4, 160)
     wanted = view_heads(model, sample, COUNTS, EOS, 1)
     got = view_heads(model, sample, COUNTS, EOS, 8)
-    same_views(got, [[asdict(view) for view in row] for row in wanted], abs=1e-5)
+    assert rows_of(got) == close(rows_of(wanted), abs=1e-5)
 
 
 # Planted heads
@@ -255,4 +256,4 @@ def test_on_a_gpu_as_on_a_cpu(tiny_model):
     sample = take_sample(text(200), 4, 160)
     wanted = view_heads(tiny_model(), sample, COUNTS, EOS)
     got = view_heads(tiny_model().cuda(), sample, COUNTS, EOS)
-    same_views(got, [[asdict(view) for view in row] for row in wanted], abs=1e-8)
+    assert rows_of(got) == close(rows_of(wanted), abs=1e-8)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from experiment import Experiment, Run
 
+from allattn.analysis.survival import read_metrics
 from allattn.inference.evaluate import evaluate_source
 from allattn.inference.load import Source, open_source
 from allattn.model.transformer import count_parameters, flops_per_token
@@ -47,11 +47,10 @@ def _row(experiment: Experiment, run: Run) -> dict[str, Any]:
     parts = count_parameters(source.config)
     note = experiment.runs_dir / f"{run.name}.json"
     trained = read_json(note) if note.exists() else {"seconds": None}
-    curve = [
-        [line["step"], round(line["ppl"], 3)]
-        for line in metrics(folder)
-        if line.get("split") == "valid"
-    ]
+    lines = read_metrics(folder / "metrics.jsonl")
+    curve = [[x["step"], round(x["ppl"], 3)] for x in lines if x.get("split") == "valid"]
+    if curve[-1][0] != run.steps:
+        raise ValueError(f"metrics.jsonl: no evaluation of step {run.steps}")
     test = _test(folder, source, run) if experiment.test and "group" in run.entry else {}
     return {
         "name": run.entry["name"],
@@ -64,7 +63,7 @@ def _row(experiment: Experiment, run: Run) -> dict[str, Any]:
         # of this run alone: what it shares with `after` is counted there
         "wall_seconds": trained.pop("seconds"),
         "after": run.after,
-        "train_seconds": round(train_seconds(run, folder), 1),
+        "train_seconds": round(train_seconds(run, lines), 1),
         "settings": run.entry.get("set", []),
         "config": run.entry["config"],
         "heads": source.config.heads,
@@ -88,16 +87,10 @@ def _test(folder: Path, source: Source, run: Run) -> dict[str, Any]:
     return read_json(kept)
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl of a run."""
-    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def train_seconds(run: Run, folder: Path) -> float:
+def train_seconds(run: Run, lines: list[dict[str, Any]]) -> float:
     """Time in optimiser steps, from the logged throughput: evaluation and saving left out."""
     size = run.config.train.batch_size * run.config.model.seq_len
-    lines = [x for x in metrics(folder) if x.get("split") == "train"]
+    lines = [x for x in lines if x.get("split") == "train"]
     done = [0, *(x["step"] for x in lines)]
     return sum(
         (line["step"] - before) * size / line["tokens_per_second"]

@@ -16,8 +16,8 @@ from experiment import Experiment, Run
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from measure import in_turn
-from outcome import metrics
 
+from allattn.analysis.survival import read_metrics
 from allattn.config import ModelConfig, PruneConfig, StageConfig
 from allattn.data.lanes import Corpus
 from allattn.inference.load import open_source
@@ -173,7 +173,7 @@ def heads(experiment: Experiment, results: dict[str, Any]) -> str:
 
 
 def _head_picture(axes: Axes, experiment: Experiment, run: Run) -> None:
-    begun = metrics(experiment.path(run))
+    begun = read_metrics(experiment.path(run) / "metrics.jsonl")
     dense = sum(stage.steps for stage in itertools.takewhile(_dense, run.config.stages))
     lines = [x for x in begun if "heads_by_layer" in x and x["step"] >= dense]
     steps = [line["step"] for line in lines]
@@ -285,7 +285,8 @@ def duration(experiment: Experiment, results: dict[str, Any]) -> str:
     left.set_xlabel("seconds of training, evaluation left out")
     for run in experiment.runs:
         if run.entry.get("group") and experiment.finished(run):
-            lines = [x for x in metrics(experiment.path(run)) if x.get("split") == "train"]
+            lines = read_metrics(experiment.path(run) / "metrics.jsonl")
+            lines = [x for x in lines if x.get("split") == "train"]
             right.plot(
                 [x["step"] for x in lines],
                 [x["tokens_per_second"] for x in lines],
