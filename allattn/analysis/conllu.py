@@ -112,7 +112,8 @@ def _check_heads(words: Sentence, numbers: list[int]) -> None:
             wrong = "is the word itself" if word.head == i else f"of {len(words)} words"
             raise _BadHead(number, f"head {word.head + 1} {wrong}; another word's number, or 0")
     for i, number in enumerate(numbers):
-        seen, at = set(), i
+        seen: set[int] = set()
+        at: int | None = i
         while at is not None and at not in seen:
             seen.add(at)
             at = words[at].head

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from allattn.analysis.sample import Sample
 from allattn.analysis.undisturbed import undisturbed
 from allattn.model.attention import Attention
-from allattn.model.transformer import TransformerLM
+from allattn.model.transformer import Block, TransformerLM
 from allattn.pruning.gates import MaskGate
 
 Head = tuple[int, int]  # layer, number in it
@@ -85,7 +85,8 @@ def segment_losses(
                     continue
                 _mask(model, kept, scales)
                 try:
-                    model.layers = nn.ModuleList([_Replay(inputs[first].seen), *layers[first:]])
+                    rest = nn.ModuleList([_Replay(inputs[first].seen), *layers[first:]])
+                    model.layers = cast("Sequence[Block]", rest)  # it stands for those before
                     losses.append(_run(model, segments, on_tokens))
                 finally:
                     model.layers = layers

@@ -74,7 +74,7 @@ def relevance(
                     probe.start(len(ids_BT))
                 logits_BK, memory = top_logits(model, ids_BT, memory)
                 n_predictions += logits_BK.numel()
-                values = [probe.value for _, probe in live]
+                values = [probe.value for _, probe in live if probe.value is not None]
                 for logits_B in logits_BK.unbind(1):
                     grads = torch.autograd.grad(logits_B.sum(), values, retain_graph=True)
                     for (i, _), value_BN, grad_BN in zip(live, values, grads, strict=True):

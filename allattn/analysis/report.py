@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def _heads(page: Page, report: dict[str, Any]) -> None:
     )
     rows, model = report["heads"], report["model"]
     if rows and not any(row["roles"] for row in rows):
-        best = (max(rows, key=lambda row, k=k: row[k])[k] for k in _BARS)
+        best = (max(rows, key=itemgetter(k))[k] for k in _BARS)
         page.section(
             "No head reaches a bar",
             "The largest shares are: at one offset {}, on the least frequent token {}, to "

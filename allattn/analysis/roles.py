@@ -120,7 +120,10 @@ def view_heads(
             for ids, _ in stream:
                 ids_BT = ids.to(device)
                 M = memory.length
-                keys_BS = ids_BT if M == 0 else torch.cat([keys_BS[:, -M:], ids_BT], dim=1)
+                if keys_BS is None or M == 0:
+                    keys_BS = ids_BT
+                else:
+                    keys_BS = torch.cat([keys_BS[:, -M:], ids_BT], dim=1)
                 window = config.mem_len if config.same_length else None
                 segment = _Segment(keys_BS, M, window, counts_V, eos_id)
                 with watched(model, partial(_look, tallies, segment)):

@@ -84,9 +84,10 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         config = OmegaConf.merge(OmegaConf.structured(Config), raw)
         for override in overrides:
             config = apply_override(config, override)
-        result: Config = OmegaConf.to_object(config)
+        result = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {one_line(error)}") from None
+    assert isinstance(result, Config), "a structured config becomes its class"
     validate(result)
     return result
 
@@ -108,6 +109,7 @@ def model_config_from_dict(values: dict[str, Any], where: str) -> ModelConfig:
         model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), values))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{where}: {one_line(error)}") from None
+    assert isinstance(model, ModelConfig), "a structured config becomes its class"
     check_model(model)
     return model
 

@@ -91,9 +91,9 @@ def _check_path(config: Any, parts: list[str], key: str) -> None:
             node = node[part] if OmegaConf.is_dict(node) else None
 
 
-def _section(parts: list[str]) -> Any:
+def _section(parts: list[str]) -> type[Any] | None:
     """The dataclass at a path (stages, [0], prune: PruneConfig), or None in a free mapping."""
-    section: Any = Config
+    section: type[Any] | None = Config
     for part in parts:
         if part.startswith("["):
             continue
@@ -105,7 +105,7 @@ def _section(parts: list[str]) -> Any:
 
 def _field_type(section: Any, name: str) -> str:
     """A field's annotation, as written."""
-    return next(f.type for f in dataclasses.fields(section) if f.name == name)
+    return next(str(f.type) for f in dataclasses.fields(section) if f.name == name)
 
 
 def _names(section: Any) -> list[str]:

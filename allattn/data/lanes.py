@@ -108,7 +108,7 @@ class Corpus:
         # read, not mapped: a page fault for every 4 KiB would take several times as long
         buffer = np.empty(_CHUNK, dtype=self._dtype)
         with path.open("rb") as file:
-            while size := file.readinto(buffer):
+            while size := file.readinto(buffer.data):
                 highest = int(buffer[: size // self._dtype.itemsize].max())
                 if highest >= self.vocab_size:
                     raise ValueError(

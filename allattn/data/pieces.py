@@ -87,7 +87,10 @@ class SentencePieceTokenizer(Tokenizer):
                 max_sentence_length=8 * _TRAINING_CHUNK,
                 num_threads=4,  # fixed: float sums of the trainer depend on it
                 minloglevel=9,
-                **{"unk_id": 0, "eos_id": 1, "bos_id": -1, "pad_id": -1},
+                unk_id=0,
+                eos_id=1,
+                bos_id=-1,
+                pad_id=-1,
             )
         except RuntimeError as error:
             raise ValueError(_explain(str(error), vocab_size, model_type)) from None

@@ -130,6 +130,7 @@ def prepare(
         with Crew(workers, built) as crew:
             splits = {split: _write(crew, split, some, work) for split, some in texts.items()}
         if known and not accept_counts:
+            assert dataset is not None, "only of a dataset they are known"
             wikitext.check_counts(dataset, options, texts, splits, built.vocab_size)
         built.save(work)
         info = {
@@ -267,8 +268,9 @@ def _build(
             for _, words in crew.over(count_words, counted, "vocabulary"):
                 counts.update(words)
         return WordTokenizer.from_counts(counts, **arguments)
-    sizes = [text.plain_size() for text in texts["train"]]
-    if None in sizes:  # it has to be read to be measured
+    found = [text.plain_size() for text in texts["train"]]
+    sizes = [size for size in found if size is not None]
+    if len(sizes) < len(found):  # it has to be read to be measured
         sizes = [len(block.data) for text in texts["train"] for block in read_blocks(text)]
     blocks = _decoded(texts["train"])
     return SentencePieceTokenizer.train(blocks, total_bytes=sum(sizes), **arguments)

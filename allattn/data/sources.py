@@ -215,7 +215,7 @@ class _undamaged:
             raise ValueError(f"{self.where}: {wrong}; get the file anew, or unpack it") from None
 
 
-def _open(text: Text) -> IO[bytes]:
+def _open(text: Text) -> IO[bytes] | gzip.GzipFile:
     if text.member is not None:
         opened: Any = zipfile.ZipFile(text.path).open(text.member)
         name = text.member

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from tqdm import tqdm
@@ -38,7 +38,8 @@ def encode(tokenizer: Tokenizer, block: Block) -> tuple[bytes, dict[str, int]]:
 
 def id_type(vocab_size: int) -> np.dtype:
     """The smallest little-endian unsigned type that holds every id."""
-    return np.min_scalar_type(vocab_size - 1).newbyteorder("<")
+    smallest: np.dtype = np.min_scalar_type(vocab_size - 1).newbyteorder("<")
+    return smallest
 
 
 class Crew:
@@ -67,7 +68,7 @@ class Crew:
             ValueError: what is wrong with a text.
             RuntimeError: a worker died.
         """
-        waiting: deque[tuple[Text, int, Future]] = deque()
+        waiting: deque[tuple[Text, int, Future[Any]]] = deque()
         with progress(texts, what) as bar:
             for text in texts:
                 for block in read_blocks(text):
@@ -83,14 +84,17 @@ class Crew:
             while waiting:
                 yield self._first(waiting, bar)
 
-    def _submit(self, work: Work, block: Block) -> Future:
+    def _submit(self, work: Work, block: Block) -> Future[Any]:
+        assert self.pool is not None, "with one worker nothing is handed out"
         try:
             with _ctrl_c_later():  # this may start a process
                 return self.pool.submit(_do, work, block)
         except BrokenProcessPool:
             raise RuntimeError(_DIED) from None
 
-    def _first(self, waiting: deque[tuple[Text, int, Future]], bar: tqdm) -> tuple[Text, Any]:
+    def _first(
+        self, waiting: deque[tuple[Text, int, Future[Any]]], bar: "tqdm[NoReturn]"
+    ) -> tuple[Text, Any]:
         text, size, future = waiting.popleft()
         try:
             result = future.result()
@@ -103,10 +107,11 @@ class Crew:
 _DIED = "a worker process died, of too little memory perhaps; try again with fewer --workers"
 
 
-def progress(texts: Sequence[Text], what: str) -> tqdm:
+def progress(texts: Sequence[Text], what: str) -> "tqdm[NoReturn]":
     """A bar on a terminal, nothing elsewhere; without an end where sizes are not known."""
     sizes = [text.plain_size() for text in texts]
-    total = None if None in sizes else sum(sizes)
+    known = [size for size in sizes if size is not None]
+    total = sum(known) if len(known) == len(sizes) else None
     return tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None)
 
 
@@ -140,7 +145,9 @@ def _begin(state: Any) -> None:
 
 def _follow_parent() -> None:
     """End with a parent that was killed: nobody else would."""
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this runs in a worker"
+    parent.join()
     os._exit(1)
 
 

@@ -69,8 +69,9 @@ def evaluate_source(
         "same_length": False if per_line else same_length,
     }  # fmt: skip
     for key in ("seq_len", "mem_len", "clamp_len"):
-        if changes[key] is not None and changes[key] < (0 if key == "mem_len" else 1):
-            raise ConfigError(f"--{key.replace('_', '-')}: {changes[key]} is too small")
+        value = changes[key]
+        if value is not None and value < (0 if key == "mem_len" else 1):
+            raise ConfigError(f"--{key.replace('_', '-')}: {value} is too small")
     if batch_size < 1:
         raise ConfigError(f"--batch-size: {batch_size} is too small")
     model = build_model(

@@ -149,7 +149,7 @@ def _check_place(out: Path, overwrite: bool, source: Source) -> None:
 def _is_export(folder: Path) -> bool:
     """Whether we made this folder (a model of another program is not ours to replace)."""
     try:
-        return read_json(folder / "config.json").get("model_type") == "allattn"
+        return bool(read_json(folder / "config.json").get("model_type") == "allattn")
     except (ValueError, AttributeError):
         return False
 

@@ -50,10 +50,10 @@ def score_lines(
                     waiting = []
             bar.update()
         _score(model, waiting, lines, batch_size)
-    for line in lines:
-        line["loss"] = line["nats"] / line["tokens"]
-        line["ppl"] = perplexity(line["loss"])
-        line["word_ppl"] = perplexity(line["nats"] / line["words"])
+    for entry in lines:
+        entry["loss"] = entry["nats"] / entry["tokens"]
+        entry["ppl"] = perplexity(entry["loss"])
+        entry["word_ppl"] = perplexity(entry["nats"] / entry["words"])
     return lines, n_bytes
 
 

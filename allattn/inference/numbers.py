@@ -44,4 +44,5 @@ def source_perplexity(source: Source, corpus: Corpus) -> float:
     """Of the valid split, by `allattn evaluate`, in float32 whatever the weights are stored in."""
     parameters = rounded(source.weights.parameters, "fp32")
     model = dataclasses.replace(source.weights, parameters=parameters).build()
-    return evaluate(model, corpus, SPLIT, 8)["ppl"]
+    ppl: float = evaluate(model, corpus, SPLIT, 8)["ppl"]
+    return ppl

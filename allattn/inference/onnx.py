@@ -73,6 +73,7 @@ def to_onnx(program: Program) -> Any:
             )
         except torch.onnx.OnnxExporterError as error:
             raise ValueError(f"--format onnx: cannot be expressed ({error})") from error
+    assert exported is not None, "dynamo gives a program"
     return exported.model_proto
 
 

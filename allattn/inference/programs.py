@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from allattn.data.lanes import Corpus
-from allattn.model.adaptive import AdaptiveVocabulary
+from allattn.model.adaptive import AdaptiveVocabulary, TiedVocabulary
 from allattn.model.attention import Attention, KeyValues
 from allattn.model.positions import Visible
 from allattn.model.scoring import perplexity, score_stream
@@ -34,7 +34,8 @@ from allattn.model.transformer import Memory, Output, TransformerLM
 TOLERANCE = 1e-4  # the most that a log-probability of an export may be off
 _LOGITS = 1 << 25  # the most log-probabilities to hold at a time: 128 MB
 
-Call = Callable[[Tensor, Tensor, list[Tensor]], Sequence[Tensor]]  # as `Program.forward`
+# as `Program.forward`; a state is tensors, only that of `model_call` is its own affair
+Call = Callable[[Tensor, Tensor, list[Any]], Sequence[Any]]
 
 
 class Program(nn.Module):
@@ -55,11 +56,12 @@ class Program(nn.Module):
         # a row more than is used: the part that is used is then never the whole table, which
         # torch.export would take for a case of its own
         table_SD = model._positions(config.mem_len + config.seq_len + 1, dtype)
-        self.fixed = nn.ModuleList(_Fixed(a.attention, table_SD) for a in self.with_heads())
+        fixed = nn.ModuleList(_Fixed(a, table_SD) for a in self.attentions())
+        self.fixed = cast("Sequence[_Fixed]", fixed)
 
-    def with_heads(self) -> list[nn.Module]:
-        """The layers that have a memory."""
-        return [layer for layer in self.layers if layer.attention is not None]
+    def attentions(self) -> list[Attention]:
+        """Those of the layers that have heads, and so a memory."""
+        return [layer.attention for layer in self.layers if layer.attention is not None]
 
     def forward(self, ids: Tensor, wanted: Tensor, state: list[Tensor]) -> tuple[Tensor, ...]:
         """One call; see the module. State tensors are not changed in place."""
@@ -86,11 +88,11 @@ class Program(nn.Module):
 
     def start(self, batch: int) -> list[Tensor]:
         """The state of a stream at its start."""
-        M, H = self.config.mem_len, self.config.d_head
+        M = self.config.mem_len
         dtype = self.norm.weight.dtype
         state = [torch.full((batch,), M, dtype=torch.long)]
-        for layer in self.with_heads():
-            shape = (batch, layer.attention.n_heads, M, H)
+        for attention in self.attentions():
+            shape = (batch, attention.n_heads, M, attention.d_head)
             state += [torch.zeros(shape, dtype=dtype) for _ in ("keys", "values")]
         return state
 
@@ -108,6 +110,9 @@ class _Fixed(nn.Module):
 
     def __init__(self, attention: Attention, table_SD: Tensor):
         super().__init__()
+        self.positions: Tensor
+        self.key: Tensor | None
+        self.value: Tensor | None
         with torch.no_grad():
             key_NHP, value_NPH = attention._plain_persistent()
             # a parameter, since the ONNX exporter of PyTorch 2.6 fails on products with a buffer
@@ -126,7 +131,9 @@ class _Held(KeyValues):
     def __init__(self, fixed: _Fixed, keys_BNMH: Tensor, values_BNMH: Tensor, S: int):
         self.fixed, self.keys, self.values, self.S = fixed, keys_BNMH, values_BNMH, S
 
-    def append(self, kv_2BNTH: Tensor) -> tuple[Tensor, Tensor]:
+    def append(  # type: ignore[override]  # `_reference`, the only taker here, wants these two
+        self, kv_2BNTH: Tensor
+    ) -> tuple[Tensor, Tensor]:
         self.keys = torch.cat([self.keys, kv_2BNTH[0]], dim=2)
         self.values = torch.cat([self.values, kv_2BNTH[1]], dim=2)
         return self.keys, self.values
@@ -137,18 +144,19 @@ class _Held(KeyValues):
         assert name == "plain_persistent", name
         return self.fixed.key, self.fixed.value
 
-    def positions(self, positions_SD: None, project: Callable[[Tensor], Tensor]) -> Tensor:
+    def positions(self, positions_SD: Tensor | None, project: Callable[[Tensor], Tensor]) -> Tensor:
         table = self.fixed.positions
         return table.narrow(
             1, table.shape[1] - self.S, self.S
         )  # the last rows are the small distances
 
 
-def embed(vocabulary: nn.Module, ids_BT: Tensor) -> Tensor:
+def embed(vocabulary: TiedVocabulary | AdaptiveVocabulary, ids_BT: Tensor) -> Tensor:
     """As `vocabulary.embed`, without shapes that depend on the ids: every cluster for every id."""
     if not isinstance(vocabulary, AdaptiveVocabulary):
         return vocabulary.embed(ids_BT)
-    out, last = None, len(vocabulary.embeddings) - 1
+    out: Tensor | None = None
+    last = len(vocabulary.embeddings) - 1
     for c, embedding in enumerate(vocabulary.embeddings):
         # the ends are open, so that an id out of range fails in the embedding
         inside = ids_BT >= vocabulary.edges[c] if c else torch.ones_like(ids_BT, dtype=torch.bool)
@@ -159,13 +167,14 @@ def embed(vocabulary: nn.Module, ids_BT: Tensor) -> Tensor:
         if len(vocabulary.projections):
             vectors = F.linear(vectors, vocabulary.projections[c])
         out = vectors if out is None else torch.where(inside[..., None], vectors, out)
+    assert out is not None, "there is at least one cluster"
     return out * math.sqrt(vocabulary.d_model)
 
 
 def trace(program: Program) -> torch.export.ExportedProgram:
     """The program's operations, for any batch and any length up to the model's seq_len."""
     batch = torch.export.Dim("batch", min=1)
-    length = torch.export.Dim("length", min=1, max=program.config.seq_len)
+    length: torch.export.Dim | None = torch.export.Dim("length", min=1, max=program.config.seq_len)
     wanted = torch.export.Dim("wanted", min=1)
     if program.config.seq_len == 1:
         length = None  # then there is nothing to vary
@@ -183,7 +192,7 @@ def trace(program: Program) -> torch.export.ExportedProgram:
 def model_call(model: TransformerLM) -> Call:
     """A model as it is, called like a program; its state is a `Memory`."""
 
-    def call(ids: Tensor, wanted: Tensor, state: list[Tensor]) -> list[Tensor]:
+    def call(ids: Tensor, wanted: Tensor, state: list[Any]) -> list[Any]:
         memory = state[1] if len(state) == 2 and isinstance(state[1], Memory) else None
         padding_B = state[0] - model.config.mem_len if memory is None else None
         output = model(ids, memory=memory, padding_B=padding_B)
@@ -205,6 +214,7 @@ def worst_difference(call: Call, expected: Call, program: Program) -> float:
         program: for its sizes and its state at the start.
     """
     config, worst = program.config, 0.0
+    assert config.vocab_size is not None, "a model has it"
     generator = torch.Generator().manual_seed(0)
     longest = min(config.seq_len, max(1, _LOGITS // (3 * config.vocab_size)))
     full = -(-config.mem_len // longest) + 1  # segments that fill the memory, and one more
@@ -257,7 +267,7 @@ def program_nats(call: Call, program: Any, corpus: Corpus, split: str) -> tuple[
 
     def forward(ids_BT: Tensor, targets_BT: Tensor, memory: Memory | None) -> Output:
         B, T = ids_BT.shape
-        state = program.start(B) if memory is None else [memory.padding, *memory.hidden]
+        state: list[Any] = program.start(B) if memory is None else [memory.padding, *memory.hidden]
         log_probs, *state = call(ids_BT, torch.arange(T), state)
         nll = -log_probs.gather(2, targets_BT.clamp(min=0)[..., None]).squeeze(2)
         return Output(Memory(state[1:], config.mem_len, state[0]), nll=nll)

@@ -42,9 +42,11 @@ def recorded_perplexity(source: Source, corpus: Corpus) -> float:
     precision = info["config"]["train"]["precision"] if "config" in info else "fp32"
     found = info.get("valid_ppl")
     if precision == "fp32" and found is not None and math.isfinite(found):
-        return found
+        recorded: float = found
+        return recorded
     model = source.weights.build().float().to(pick_device("auto"))
-    return evaluate(model, corpus, SPLIT, 8)["ppl"]
+    ppl: float = evaluate(model, corpus, SPLIT, 8)["ppl"]
+    return ppl
 
 
 def evaluate_afresh(folder: Path, corpus: Corpus) -> dict[str, Any]:
@@ -67,7 +69,8 @@ def evaluate_afresh(folder: Path, corpus: Corpus) -> dict[str, Any]:
     if result.returncode:
         said = (result.stderr.strip().splitlines() or ["no message"])[-1]
         raise ValueError(f"{folder}: a fresh process cannot evaluate it: {said}")
-    return json.loads(result.stdout)
+    scores: dict[str, Any] = json.loads(result.stdout)
+    return scores
 
 
 def check(

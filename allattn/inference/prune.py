@@ -74,9 +74,11 @@ def prune(
     run_heads, weights = source.run["run_heads"], source.weights
     targets = []
     for share in shares:
-        stage = dataclasses.replace(settings, **{budget: share})
+        changed: dict[str, Any] = {budget: share}
+        stage = dataclasses.replace(settings, **changed)
         check_prune("prune", stage)
         k = target_heads(stage, source.config, run_heads, "prune")
+        assert k is not None, "there is a budget"
         if k > sum(source.config.heads):
             raise ConfigError(
                 f"prune.{budget}: {share} are {k} of the run's {run_heads} heads, but "
@@ -145,6 +147,8 @@ def _streams(
 def cut_source(source: Source, kept: list[list[int]]) -> Source:
     """The source with these heads alone."""
     weights, info = source.weights, export_info(source)
+    d_head = weights.config.d_head
+    assert d_head is not None, "a validated config has it"
     run = info["run"]
     pairs = zip(run["head_ids"], kept, strict=True)
     run["head_ids"] = [[ids[h] for h in heads] for ids, heads in pairs]
@@ -153,7 +157,7 @@ def cut_source(source: Source, kept: list[list[int]]) -> Source:
         weights=dataclasses.replace(
             weights,
             config=cut_config(weights.config, kept),
-            parameters=cut_tensors(weights.parameters, kept, weights.config.d_head),
+            parameters=cut_tensors(weights.parameters, kept, d_head),
             info=info,
         ),
     )

@@ -70,6 +70,7 @@ def rewrite(source: str, module: str) -> tuple[str, list[str]]:
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("allattn."):
             continue
+        assert node.module is not None, "it starts with allattn."
         at, old = node.lineno - 1, f"from {node.module} import "
         assert old in lines[at], f"{module}: {lines[at]}"
         if _path(node.module).name == "__init__.py":  # modules out of a package

@@ -23,9 +23,16 @@ _LOGITS = 1 << 24  # the most logits to hold at a time: 64 MB in float32
 class _Vocabulary(nn.Module):
     """What both kinds share."""
 
+    vocab_size: int
+
+    def log_probs(self, h_BTD: Tensor) -> Tensor:
+        """Log-probabilities [B, T, V]."""
+        raise AssertionError("each kind has its own")
+
     def forward(self, x: Tensor, task: str = "embed", *args: Any) -> Tensor:
         """One of the methods, by name."""
-        return getattr(self, task)(x, *args)
+        out: Tensor = getattr(self, task)(x, *args)
+        return out
 
     def divergence(self, h_BTD: Tensor, soft: SoftTargets) -> Tensor:
         """Distillation (Hinton et al. 2015): temperature^2 KL(soft || these), [B, T] in nats.
@@ -138,7 +145,8 @@ class AdaptiveVocabulary(_Vocabulary):
             if len(self.projections):
                 vectors = F.linear(vectors, self.projections[c])
             out = out.index_add(0, rows, vectors.to(out.dtype))
-        return out.view(*ids_BT.shape, self.d_model) * math.sqrt(self.d_model)
+        scaled: Tensor = out.view(*ids_BT.shape, self.d_model) * math.sqrt(self.d_model)
+        return scaled
 
     def log_probs(self, h_BTD: Tensor) -> Tensor:
         """Log-probabilities [B, T, V] in float32 (float64 for float64 input)."""
@@ -164,7 +172,7 @@ class AdaptiveVocabulary(_Vocabulary):
             inside = (targets >= low) & (targets < high)
             entry = torch.where(inside, n_first + c - 1, entry)
             tails.append((c, inside.nonzero().squeeze(1)))
-        loss = -self._head(h).gather(1, entry[:, None]).squeeze(1)
+        loss: Tensor = -self._head(h).gather(1, entry[:, None]).squeeze(1)
         for c, rows in tails:
             tail = F.cross_entropy(
                 _wide(self._logits(h[rows], c)), targets[rows] - self.edges[c], reduction="none"

@@ -139,7 +139,8 @@ class Attention(nn.Module):
             )
         else:
             persistent = once("plain_persistent", self._plain_persistent)
-            heads_BTNH = self._reference(q_BTNH, *kv_2BNSH, r_NSH, visible.mask, *persistent)
+            k_BNSH, v_BNSH = kv_2BNSH
+            heads_BTNH = self._reference(q_BTNH, k_BNSH, v_BNSH, r_NSH, visible.mask, *persistent)
         weight = self.output.weight
         if self.gate is not None:
             gate = self.gate()
@@ -154,7 +155,7 @@ class Attention(nn.Module):
         return torch.cat([self.key.weight, self.value.weight])
 
     def _project(self, positions_SD: Tensor) -> Tensor:
-        r_SD = self.position(positions_SD)
+        r_SD: Tensor = self.position(positions_SD)
         return r_SD.view(-1, self.n_heads, self.d_head).transpose(0, 1)
 
     def _persistent(self, keys_first: bool) -> tuple[Tensor, Tensor]:
@@ -256,9 +257,11 @@ class KeyValues:
                 shape[3] = 2 * max(self.mem_len, n) + T
                 self.buffer = kv_2BNTH.new_empty(shape)
             if n:
+                assert self.buffer is not None and kept is not None
                 # the source may overlap its place at the front
                 self.buffer[:, :, :, :n] = kept.clone()
             self.start, self.end = 0, n
+        assert self.buffer is not None, "made above"
         self.buffer[:, :, :, self.end : self.end + T] = kv_2BNTH
         self.end += T
         view = self.buffer[:, :, :, self.start : self.end]
@@ -280,9 +283,14 @@ class KeyValues:
     def join(cls, parts: list[KeyValues]) -> KeyValues:
         """The sequences of all parts, which hold as many positions each."""
         joined = cls(parts[0].mem_len)
-        joined.buffer = torch.cat([p.buffer[:, :, :, p.start : p.end] for p in parts], dim=1)
+        joined.buffer = torch.cat([p._held() for p in parts], dim=1)
         joined.end = joined.buffer.shape[3]
         return joined
+
+    def _held(self) -> Tensor:
+        """All that is kept: [2, B, N, S, H], a view."""
+        assert self.buffer is not None, "something was appended"
+        return self.buffer[:, :, :, self.start : self.end]
 
     def positions(self, positions_SD: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
         """r for distances S-1, ..., 0: [N, S, H]; projected once, as long as S does not grow."""

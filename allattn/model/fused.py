@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from allattn.model import kernel
 from allattn.model.tiles import (
@@ -47,7 +48,7 @@ from allattn.model.tiles import (
 _SAFE_SUM = (1e-20, 1e20)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not annotate it
 def fused_attention(
     q_BTNH: Tensor,
     kv_2BNSH: Tensor,
@@ -83,10 +84,22 @@ def fused_attention(
         small = (u_NH, w_NH, Kp_NPH, Vp_NPH, c_N)
         operands = (q_BTNH, kv_2BNSH.to(dtype), r_NSH.to(dtype))
         if q_BTNH.device.type == "cpu" and dtype in kernel.DTYPES and kernel.load()[0] is not None:
-            small = (x if x is None else x.float() for x in small)
-            return _CompiledAttention.apply(*operands, *small, window, padding)
-        small = (x if x is None else x.to(dtype) for x in small)
-        return _FusedAttention.apply(*operands, *small, window, padding)
+            wide = (x if x is None else x.float() for x in small)
+            out: Tensor = _CompiledAttention.apply(*operands, *wide, window, padding)
+            return out
+        same = (x if x is None else x.to(dtype) for x in small)
+        out = _FusedAttention.apply(*operands, *same, window, padding)
+        return out
+
+
+class _Context(Protocol):
+    """What autograd hands to both passes, with what we keep on it."""
+
+    window: int | None
+    padding: list[int] | None
+    saved_tensors: tuple[Any, ...]  # None where None was saved
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
 
 class _CompiledAttention(torch.autograd.Function):
@@ -94,7 +107,7 @@ class _CompiledAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: _Context,
         q: Tensor,
         kv: Tensor,
         r: Tensor,
@@ -106,22 +119,29 @@ class _CompiledAttention(torch.autograd.Function):
         window: int | None,
         padding: list[int] | None,
     ) -> Tensor:
-        out, rest, lse = kernel.load()[0].forward(q, kv, r, u, w, Kp, Vp, c, window, padding)
+        compiled = kernel.load()[0]
+        assert compiled is not None, "the caller has seen it"
+        out, rest, lse = compiled.forward(q, kv, r, u, w, Kp, Vp, c, window, padding)
         ctx.save_for_backward(out, rest, lse, q, kv, r, u, w, Kp, Vp, c)
         ctx.window, ctx.padding = window, padding
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_BTNH: Tensor) -> tuple[Tensor | None, ...]:
-        grads = kernel.load()[0].backward(grad_BTNH, *ctx.saved_tensors, ctx.window, ctx.padding)
+    def backward(ctx: _Context, grad_BTNH: Tensor) -> tuple[Tensor | None, ...]:
+        compiled = kernel.load()[0]
+        assert compiled is not None, "the forward pass used it"
+        out, rest, lse, q, kv, r, u, w, Kp, Vp, c = ctx.saved_tensors
+        grads = compiled.backward(
+            grad_BTNH, out, rest, lse, q, kv, r, u, w, Kp, Vp, c, ctx.window, ctx.padding
+        )
         return *grads, None, None
 
 
 class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: _Context,
         q: Tensor,
         kv: Tensor,
         r: Tensor,
@@ -152,7 +172,7 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_BTNH: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, grad_BTNH: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, r, u, w, Kp, Vp, c, out_NXH, sum_NX1, shift_NX1 = ctx.saved_tensors
         (k, v), (B, T, N, H), S, P = kv, q.shape, kv.shape[3], Kp.shape[1]
         X = B * T
@@ -264,7 +284,7 @@ class _FusedAttention(torch.autograd.Function):
         dq = q.new_empty(q.shape)
         queries_first(dq).copy_(dq_NXH.add_(dqu_NXH).add_(dqw_NXH).mul_(scale))
         dr = dr_NHS1[:, :, :S].transpose(1, 2).to(r.dtype)
-        dc = None if c is None else dc_N.to(c.dtype)
+        dc = None if dc_N is None else dc_N.to(c.dtype)
         return dq, dkv, dr, du, dw, dKp, dVp, dc, None, None
 
 

@@ -50,6 +50,7 @@ def generate(
         output = forward(part, memory=memory, last_only=True)
         memory = output.memory
     for _ in range(max_new_tokens):
+        assert output.log_probs is not None, "no targets were given"
         token_B = sample(output.log_probs[:, -1], temperature, top_k, top_p, generator)
         yield token_B.tolist()
         output = forward(token_B[:, None], memory=memory, last_only=True)

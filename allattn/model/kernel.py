@@ -17,6 +17,7 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,8 +127,8 @@ class Kernel:
             x[0] if x.shape[0] == 1 else x.sum(0) for x in (dkv, dr, du, dw, dKp, dVp, dc)
         )
         dkv = dkv.to(q.dtype).permute(2, 0, 3, 1, 4)
-        dc = None if c is None else dc
-        return dq, dkv, dr.transpose(0, 1).to(r.dtype), du, dw, dKp, dVp, dc
+        dr = dr.transpose(0, 1).to(r.dtype)
+        return dq, dkv, dr, du, dw, dKp, dVp, None if c is None else dc
 
 
 def _last_dense(x: Tensor) -> Tensor:
@@ -285,14 +286,16 @@ def _self_check(kernel: Kernel) -> str | None:
     operands += [random(N)]
     grad = random(B, T, N, H)
     with torch.enable_grad():
-        exact = [x.double().requires_grad_() for x in operands]
+        exact: list[Any] = [x.double().requires_grad_() for x in operands]
         wanted = equation(*exact)
         grads = torch.autograd.grad(wanted, exact, grad.double())
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
-        rounded = [x.to(dtype) for x in operands[:3]] + operands[3:]
-        out, rest, lse = kernel.forward(*rounded, None, None)
-        actual = kernel.backward(grad, out, rest, lse, *rounded, None, None)
+        rounded: list[Any] = [x.to(dtype) for x in operands[:3]] + operands[3:]
+        rounded += [None, None]  # no window, no padding
+        out, rest, lse = kernel.forward(*rounded)
+        actual = kernel.backward(grad, out, rest, lse, *rounded)
         for a, b in zip([out, *actual], [wanted.detach(), *grads], strict=True):
+            assert a is not None, "c was given"
             error = float((a.double() - b).norm() / b.norm())
             if not error < limit:
                 return f"its self-check fails: an error of {error:.2g} in {dtype}"
@@ -328,4 +331,5 @@ def equation(
     if c_N is not None:
         persistent = persistent + c_N[:, None, None]
     weights = torch.cat([scores * scale, persistent], -1).softmax(-1)
-    return (weights[..., :S] @ v + weights[..., S:] @ Vp_NPH).transpose(1, 2)
+    heads_BNTH: Tensor = weights[..., :S] @ v + weights[..., S:] @ Vp_NPH
+    return heads_BNTH.transpose(1, 2)

@@ -44,7 +44,8 @@ def shift_by_query(scores: Tensor) -> Tensor:
     T, S = scores.shape[-2:]
     padded = torch.nn.functional.pad(scores, (1, 0)).flatten(-2)
     # cut into rows of S after T entries, every row starts one later than the last
-    return padded.narrow(-1, T, T * S).unflatten(-1, (T, S))
+    shifted: Tensor = padded.narrow(-1, T, T * S).unflatten(-1, (T, S))
+    return shifted
 
 
 class Visible:

@@ -33,7 +33,7 @@ def score_stream(
     rank: int = 0,
     world_size: int = 1,
     cache: bool = True,
-    on_segment: Callable[[int], None] | None = None,
+    on_segment: Callable[[int], object] | None = None,
 ) -> torch.Tensor:
     """Sum of the losses of this rank's share of a stream.
 
@@ -85,6 +85,7 @@ def score_stream(
         targets_BT = torch.from_numpy(targets).to(device)
         output = forward(torch.from_numpy(inputs).to(device), targets_BT, memory)
         memory = output.memory
+        assert output.nll is not None, "targets were given"
         scored = targets_BT != -1
         total += torch.stack([output.nll.double()[scored].sum(), scored.sum().double()])
         if on_segment is not None:

@@ -88,16 +88,16 @@ class Scratch:
 
     def __init__(self, like: Tensor, dtype: torch.dtype | None = None) -> None:
         """Buffers of a tensor's device, and its type or another."""
-        self._options = {"dtype": dtype or like.dtype, "device": like.device}
+        self._dtype, self._device = dtype or like.dtype, like.device
         buffers = self._threads.__dict__.setdefault("buffers", {})
-        self._flat: dict[str, Tensor] = buffers.setdefault(tuple(self._options.values()), {})
+        self._flat: dict[str, Tensor] = buffers.setdefault((self._dtype, self._device), {})
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         """A buffer of this name and shape, with whatever was left in it."""
         n = math.prod(shape)
         flat = self._flat.get(name)
         if flat is None or flat.numel() < n:
-            flat = self._flat[name] = torch.empty(n, **self._options)
+            flat = self._flat[name] = torch.empty(n, dtype=self._dtype, device=self._device)
         return flat[:n].view(shape)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, D] to [B, T, D]."""
-        return self.outer(self.dropout(self.inner(x_BTD).relu()))
+        out: Tensor = self.outer(self.dropout(self.inner(x_BTD).relu()))
+        return out
 
 
 class Block(nn.Module):
@@ -75,6 +77,7 @@ class Block(nn.Module):
         self.attention: Attention | None = None
         self.feed_forward: FeedForward | None = None
         if n_heads:
+            assert config.d_head is not None, "a validated config has it"
             self.attention_norm = nn.LayerNorm(D)
             self.attention = Attention(
                 D,
@@ -127,6 +130,7 @@ class TransformerLM(nn.Module):
             raise ValueError("model.vocab_size: needed to build a model; prepare the data first")
         self.config = config
         D = config.d_model
+        self.vocabulary: TiedVocabulary | AdaptiveVocabulary
         if config.embedding == "adaptive":
             self.vocabulary = AdaptiveVocabulary(
                 config.vocab_size, D, config.cutoffs, config.div_value
@@ -134,8 +138,11 @@ class TransformerLM(nn.Module):
         else:
             self.vocabulary = TiedVocabulary(config.vocab_size, D)
         if config.position == "learned":
+            assert config.clamp_len is not None, "a validated config has it"
             self.position_table = nn.Parameter(torch.empty(config.clamp_len + 1, D))
-        self.layers = nn.ModuleList(Block(config, n) for n in config.heads)
+        # torch does not say what a ModuleList holds
+        blocks = nn.ModuleList(Block(config, n) for n in config.heads)
+        self.layers = cast("Sequence[Block]", blocks)
         self.norm = nn.LayerNorm(D)
         self.dropout = nn.Dropout(config.dropout)
         self.checkpoint_layers = False
@@ -177,7 +184,7 @@ class TransformerLM(nn.Module):
 
     def empty_cache(self) -> Memory:
         """Memory for a stream to evaluate: holds keys and values, so none is computed twice."""
-        layers = [
+        layers: list[Tensor | KeyValues | None] = [
             None if a.attention is None else KeyValues(self.config.mem_len) for a in self.layers
         ]
         return Memory(layers, 0)
@@ -295,6 +302,7 @@ def init_weights(model: TransformerLM) -> None:
     if config.position == "learned":
         nn.init.normal_(model.position_table, std=std)
     if config.n_persistent:
+        assert config.d_head is not None, "a validated config has it"
         for layer in model.layers:
             if layer.attention is None:
                 continue
@@ -304,6 +312,7 @@ def init_weights(model: TransformerLM) -> None:
             nn.init.normal_(a.persistent_key, std=config.d_head**-0.5)
             nn.init.normal_(a.persistent_value, std=3 * config.n_persistent**-0.5)
             if a.persistent_bias is not None:
+                assert config.persistent_share is not None, "they are there for its sake"
                 # their share of a softmax over equal scores
                 odds = config.persistent_share / (1 - config.persistent_share)
                 bias = math.log(odds * config.content_keys / config.n_persistent)
@@ -341,6 +350,7 @@ def flops_per_token(config: ModelConfig) -> int:
     D = config.d_model
     layers = sum(config.heads) * head_flops(config) + config.n_layers * feed_forward_flops(config)
     first = config.cutoffs[0] + len(config.cutoffs) if config.cutoffs else config.vocab_size
+    assert first is not None, "the vocabulary is known"
     projection = 4 * D * D if config.div_value > 1 else 0  # of the input and of the head
     return round(layers + 2 * D * first + projection)
 
@@ -348,6 +358,7 @@ def flops_per_token(config: ModelConfig) -> int:
 def head_flops(config: ModelConfig) -> float:
     """What one head adds to `flops_per_token`."""
     D, H = config.d_model, config.d_head
+    assert H is not None, "a validated config has it"
     return 8 * D * H + 6 * H * config.content_keys + 4 * H * config.n_persistent
 
 

@@ -136,7 +136,7 @@ def select(
         By layer, rising head numbers.
     """
     present = list(map(len, scores))
-    ranked = [sorted(range(len(s)), key=lambda h, s=s: (-s[h], h)) for s in scores]
+    ranked = [[h for _, h in sorted((-x, h) for h, x in enumerate(s))] for s in scores]
     if scope == "layer":
         quotas = apportion(k, sizes or present, min_heads, present)
     else:

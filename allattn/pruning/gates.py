@@ -175,6 +175,7 @@ class MaskGate(nn.Module):
     def __init__(self, n_heads: int, kept: list[int], scale: float):
         """Ones (times scale) for the kept heads, zeros for the others."""
         super().__init__()
+        self.mask: Tensor
         mask = torch.zeros(n_heads)
         mask[kept] = scale
         self.register_buffer("mask", mask, persistent=False)

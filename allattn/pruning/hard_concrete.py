@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from allattn.config import PruneConfig
 from allattn.model.transformer import TransformerLM
@@ -46,20 +46,23 @@ class HardConcrete(Method):
     ) -> None:
         for layer, uniform in zip(model.layers, noise, strict=True):
             if layer.attention is not None:
-                layer.attention.gate.uniform = uniform
+                gate = layer.attention.gate
+                assert isinstance(gate, HardConcreteGate)
+                gate.uniform = uniform
 
     def objective(
         self, model: TransformerLM, stage_step: int
     ) -> tuple[Tensor | None, dict[str, Any]]:
         """The expected number of open heads, priced."""
         sums = [
-            None if layer.attention is None else layer.attention.gate.open_probability.sum()
+            None if layer.attention is None else _open_probability(layer.attention.gate).sum()
             for layer in model.layers
         ]
         # a model whose last head is gone has no gate left
         none = next((x for x in sums if x is not None), torch.zeros(())).new_zeros(())
         expected = torch.stack([none if x is None else x for x in sums])
         if self.target is None:
+            assert self.config.penalty is not None, "a validated config has a target or it"
             weight = self.config.penalty * ramp(self.config, stage_step)
             term = weight * expected.sum()
             logged: dict[str, Any] = {"penalty_weight": weight}
@@ -136,7 +139,13 @@ class HardConcrete(Method):
         done = ramp(self.config, stage_step)
         if self.config.scope == "layer":
             initial = self.state.initial_heads
-            pairs = list(zip(initial, self._quotas(self.target, initial), strict=True))
+            pairs = list(zip(initial, self._quotas(self.goal, initial), strict=True))
         else:
-            pairs = [(sum(self.state.initial_heads), self.target)]
+            pairs = [(sum(self.state.initial_heads), self.goal)]
         return [start + (end - start) * done for start, end in pairs]
+
+
+def _open_probability(gate: nn.Module | None) -> Tensor:
+    """Of the last forward pass, by head."""
+    assert isinstance(gate, HardConcreteGate) and gate.open_probability is not None
+    return gate.open_probability

@@ -33,6 +33,7 @@ class ProbeGate(nn.Module):
 
     def forward(self) -> Tensor:
         """Multipliers [B, N]."""
+        assert self.value is not None, "started before each forward pass"
         return self.value
 
 
@@ -115,6 +116,7 @@ def importance(
             for i, probe in enumerate(probes):
                 if probe is None:
                     continue
+                assert probe.value is not None, "started above"
                 if probe.value.grad is None:
                     raise RuntimeError(f"layer {i}: the gates got no gradient; heads unscored")
                 # of the head's own 0 or 1, which output scaling multiplies
@@ -136,7 +138,7 @@ def magnitude(model: TransformerLM) -> list[list[float]]:
     sqrt(|Wo Wv|^2 + |Wo Vp^T|^2 / P) with Frobenius norms: the first is the mean square output for
     a normalised input, the second that over the persistent values Vp = sqrt(P) Vp'.
     """
-    scores = []
+    scores: list[list[float]] = []
     for layer in model.layers:
         a = layer.attention
         if a is None:

@@ -45,8 +45,6 @@ class Method:
     """
 
     learns = True  # it has gates that an optimiser has to move
-    closed_below = 0.5  # a head with a smaller P(open) is closed, as evaluation sees it
-    decided_below = 0.1  # and with a smaller one than this, closed for good
 
     def __init__(self, config: PruneConfig, seed: int, state: PruningState):
         """Start, or go on from, a state."""
@@ -54,6 +52,22 @@ class Method:
         self.target = state.target
         if self.target is None and config.keep is not None:
             self.target = heads_to_keep(config.keep, state.run_heads)
+
+    @property
+    def closed_below(self) -> float:
+        """A head with a smaller P(open) is closed, as evaluation sees it."""
+        return 0.5
+
+    @property
+    def decided_below(self) -> float:
+        """A head with a smaller P(open) than this is closed for good."""
+        return 0.1
+
+    @property
+    def goal(self) -> int:
+        """`target`, in methods that always have one."""
+        assert self.target is not None, "a validated config gives it"
+        return self.target
 
     def attach(self, model: TransformerLM) -> None:
         """Give every layer that has heads a gate."""

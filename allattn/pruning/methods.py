@@ -8,6 +8,8 @@ from allattn.pruning.method import Method, PruningState
 from allattn.pruning.scored import Scored
 from allattn.pruning.subset import Subset
 
+__all__ = ["METHODS", "Method", "PruningState", "Scored", "build_method"]
+
 METHODS: dict[str, type[Method]] = {
     "hard_concrete": HardConcrete,
     "subset": Subset,

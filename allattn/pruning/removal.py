@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ HEAD_FIRST = (
     "content_bias", "position_bias", "persistent_key", "persistent_value", "persistent_bias",
     "gate.log_alpha",
 )  # fmt: skip
+_Value = TypeVar("_Value")
 _ATTENTION = re.compile(r"layers\.(\d+)\.(attention|attention_norm)\.(.+)")
 
 
@@ -70,7 +72,7 @@ def fold_output_scales(parameters: dict[str, Tensor], scales: list[float]) -> di
     return out
 
 
-def without_gates(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def without_gates(tensors: dict[str, _Value]) -> dict[str, _Value]:
     """Drop the gates' own parameters."""
     return {name: t for name, t in tensors.items() if not name.endswith(".gate.log_alpha")}
 

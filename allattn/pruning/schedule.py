@@ -72,4 +72,5 @@ def heads_at(prune: PruneConfig, step: int, steps: int, start: int, end: int) ->
 def annealed(temperature: Sequence[float], step: int, steps: int) -> float:
     """From the first temperature to the second, by the same factor at every step."""
     first, last = temperature
-    return first * (last / first) ** (step / max(steps - 1, 1))
+    now: float = first * (last / first) ** (step / max(steps - 1, 1))
+    return now

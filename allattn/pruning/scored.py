@@ -34,13 +34,13 @@ class Scored(Method):
     def cut_due(self, stage_step: int, stage_steps: int) -> int | None:
         """One shot: at the start. Gradual: at multiples of `every`, and at the end what is left."""
         if self.config.every is None:
-            due, k = stage_step == 0, self.target
+            due, k = stage_step == 0, self.goal
         else:
             due = stage_step % self.config.every == 0 or stage_step == stage_steps
             start = sum(self.state.initial_heads)
-            k = heads_at(self.config, stage_step, stage_steps, start, self.target)
+            k = heads_at(self.config, stage_step, stage_steps, start, self.goal)
             if stage_step == stage_steps:
-                k = self.target  # also where the schedule was longer than the stage
+                k = self.goal  # also where the schedule was longer than the stage
         return k if due and k < sum(map(len, self.state.open_heads)) else None
 
     def cut(self, scores: list[list[float]], k: int) -> list[list[int]]:
@@ -58,7 +58,9 @@ class Scored(Method):
         scales = self.output_scales(self.state.open_heads)
         for layer, heads, scale in zip(model.layers, self.state.open_heads, scales, strict=True):
             if layer.attention is not None:
-                layer.attention.gate.mask.zero_()[heads] = scale
+                gate = layer.attention.gate
+                assert isinstance(gate, MaskGate)
+                gate.mask.zero_()[heads] = scale
 
     def objective(
         self, model: TransformerLM, stage_step: int

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from allattn.model.transformer import TransformerLM
 from allattn.pruning.gates import SubsetGate, SubsetPool, gates, relaxed_top_k
@@ -34,15 +34,15 @@ class Subset(Method):
         if gates(model):
             model.gate_pool = SubsetPool(gates(model))
             self._set_counts(model)
-            model.register_forward_pre_hook(lambda module, _: module.gate_pool())
+            model.register_forward_pre_hook(lambda module, _: _pool(module)())
 
     def _take_step(
         self, model: TransformerLM, noise: list[Tensor], stage_step: int, stage_steps: int
     ) -> None:
-        model.gate_pool.uniform = torch.cat(noise, -1)
+        _pool(model).uniform = torch.cat(noise, -1)
         self.state.open_count = self._count(stage_step)
         self._set_counts(model)
-        model.gate_pool.temperature = annealed(self.config.temperature, stage_step, stage_steps)
+        _pool(model).temperature = annealed(self.config.temperature, stage_step, stage_steps)
 
     def objective(
         self, model: TransformerLM, stage_step: int
@@ -52,7 +52,7 @@ class Subset(Method):
 
     def open_now(self, log_alpha: list[Tensor | None]) -> list[list[int]]:
         """The best K without noise."""
-        return self._select(rows_of(log_alpha), self.state.open_count)
+        return self._select(rows_of(log_alpha), self._n_open)
 
     # with few of many heads open, a good one is open seldom too: shares of the average
 
@@ -66,8 +66,13 @@ class Subset(Method):
         """A tenth of it."""
         return 0.1 * self._average()
 
+    @property
+    def _n_open(self) -> int:
+        assert self.state.open_count is not None, "set when the gates were attached"
+        return self.state.open_count
+
     def _average(self) -> float:
-        return self.state.open_count / max(sum(map(len, self.state.closed_checks)), 1)
+        return self._n_open / max(sum(map(len, self.state.closed_checks)), 1)
 
     def probabilities(self, log_alpha: list[Tensor | None]) -> list[list[float]]:
         """About how often noise opens each head: the relaxed top k at temperature 1."""
@@ -77,7 +82,7 @@ class Subset(Method):
             return [[] for _ in sizes]
         scores = torch.cat(present).double()
         out = torch.zeros_like(scores)
-        for positions, k in self._groups(sizes, self.state.open_count):
+        for positions, k in self._groups(sizes, self._n_open):
             out[positions] = relaxed_top_k(scores[positions], k, 1.0)
         return [part.tolist() for part in out.split(sizes)]
 
@@ -90,13 +95,13 @@ class Subset(Method):
     def _count(self, stage_step: int) -> int:
         start = sum(self.state.initial_heads)
         done = ramp(self.config, stage_step)
-        return min(math.floor(start + (self.target - start) * done + 0.5), start)
+        return min(math.floor(start + (self.goal - start) * done + 0.5), start)
 
     def _set_counts(self, model: TransformerLM) -> None:
         sizes = model.config.heads
-        model.gate_pool.groups = self._groups(sizes, self.state.open_count)
+        _pool(model).groups = self._groups(sizes, self._n_open)
         positions = torch.arange(sum(sizes)).split(sizes)
-        model.gate_pool.at_least = [
+        _pool(model).at_least = [
             (p, min(self.config.min_heads, len(p))) for p in positions if self.config.min_heads
         ]
 
@@ -109,3 +114,10 @@ class Subset(Method):
             (positions, min(quota, len(positions)))
             for positions, quota in zip(every.split(sizes), self._quotas(k, sizes), strict=True)
         ]
+
+
+def _pool(model: nn.Module) -> SubsetPool:
+    """The pool that `Subset.attach` gave a model."""
+    pool = model.gate_pool
+    assert isinstance(pool, SubsetPool)
+    return pool

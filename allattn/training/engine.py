@@ -91,7 +91,8 @@ class LocalEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Output:
         """Forward."""
-        return self.module(*args, **kwargs)
+        output: Output = self.module(*args, **kwargs)
+        return output
 
     def backward(self, loss: Tensor, last: bool, scale: float = 1.0) -> None:
         """Accumulate the gradient of one micro-batch's share of the mean loss, times `scale`."""
@@ -174,7 +175,8 @@ class DeepSpeedEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Output:
         """Forward."""
-        return self.engine(*args, **kwargs)
+        output: Output = self.engine(*args, **kwargs)
+        return output
 
     def backward(self, loss: Tensor, last: bool, scale: float = 1.0) -> None:
         """Accumulate; DeepSpeed divides by the number of micro-batches and reduces over ranks."""
@@ -256,11 +258,14 @@ class DeepSpeedEngine:
 
     def _adam_state(self, parameter: torch.nn.Parameter) -> dict[str, Any] | None:
         """The Adam state that this parameter is part of; None before its first step."""
+        state: dict[str, Any] | None
         if self.stage == 0:
-            return self.optimizer.state.get(parameter)
+            state = self.optimizer.state.get(parameter)
+            return state
         for members, flat in self._flat_tensors():
             if any(member is parameter for member in members):
-                return self.optimizer.optimizer.state.get(flat)
+                state = self.optimizer.optimizer.state.get(flat)
+                return state
         raise AssertionError("every parameter is in a group")
 
     def _load_moments(self, snapshot: Snapshot) -> None:
@@ -311,7 +316,7 @@ class DeepSpeedEngine:
         for members, flat in self._flat_tensors():
             state = self.optimizer.optimizer.state.get(flat)
             for parameter in members:
-                mapping = parameter._hp_mapping
+                mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed's
                 if state and mapping is not None:
                     mapping.set_optim_state_fragment(flat, state)
 

@@ -85,6 +85,7 @@ class LiveModel:
         self.masks, self.scales = meta["masks"], meta["scales"]
         self.run_heads, self.head_ids = meta["run_heads"], meta["head_ids"]
         if meta["pruner"] is not None:
+            assert prune is not None, "a stage with a method has it"
             state = PruningState(**meta["pruner"])
             self.pruner = build_method(prune, self.config.run.seed, state)
         with torch.device("meta"):
@@ -130,10 +131,12 @@ class LiveModel:
 
     def check_closed(self) -> list[list[int]]:
         """By layer the heads that a check of `remove: {every: N}` leaves."""
+        assert self.pruner is not None, "a stage that prunes is under way"
         return self.pruner.check_closed(self.log_alphas())
 
     def decide(self) -> dict[str, Any]:
         """End pruning: gates become masks; returns how ready they were (`Method.final`)."""
+        assert self.pruner is not None, "a stage that prunes is under way"
         kept, readiness = self.pruner.final(self.log_alphas())
         self.masks, self.scales = kept, self.pruner.output_scales(kept)
         self.pruner = None
@@ -154,9 +157,11 @@ class LiveModel:
         """
         snapshot = self.engine.snapshot()
         if self.masks is not None:
+            assert self.scales is not None, "they come together"
             snapshot.parameters = fold_output_scales(snapshot.parameters, self.scales)
             self.masks = self.scales = None
         d_head = self.shape.d_head
+        assert d_head is not None, "a validated config has it"
         snapshot = Snapshot(
             cut_tensors(snapshot.parameters, kept, d_head),
             {key: cut_tensors(named, kept, d_head) for key, named in snapshot.moments.items()},
@@ -242,6 +247,7 @@ class LiveModel:
         if self.pruner is not None:
             self.pruner.attach(model)
         elif self.masks is not None:
+            assert self.scales is not None, "they come together"
             for layer, kept, scale in zip(model.layers, self.masks, self.scales, strict=True):
                 if layer.attention is not None:
                     layer.attention.gate = MaskGate(layer.attention.n_heads, kept, scale)

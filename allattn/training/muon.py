@@ -30,7 +30,8 @@ def orthogonal(x: Tensor) -> Tensor:
     for _ in range(5):
         square = wide @ wide.T
         wide = a * wide + (b * square + c * square @ square) @ wide
-    return wide if x.shape[0] <= x.shape[1] else wide.T
+    result: Tensor = wide if x.shape[0] <= x.shape[1] else wide.T
+    return result
 
 
 class Muon(torch.optim.AdamW):
@@ -46,7 +47,9 @@ class Muon(torch.optim.AdamW):
         self.matrices = matrices
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(  # type: ignore[override]  # a closure's result is not given back: there is none
+        self, closure: Callable[[], float] | None = None
+    ) -> None:
         """Update all that have a gradient; those of the matrices are used up."""
         assert closure is None
         for group in self.param_groups:
@@ -63,6 +66,7 @@ class Muon(torch.optim.AdamW):
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
+        assert parameter.grad is not None, "the caller has seen it"
         momentum = state["exp_avg"].lerp_(parameter.grad, 1 - MOMENTUM)
         ahead = parameter.grad.lerp(momentum, MOMENTUM)  # Nesterov
         parameter.mul_(1 - lr * weight_decay)

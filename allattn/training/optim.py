@@ -42,7 +42,8 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019) over `parameter_groups`, or Muon and AdamW."""
-    settings = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps, "fused": True}
+    betas = tuple(config.betas)
+    settings: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.eps, "fused": True}
     groups = parameter_groups(model, config)
     if config.name == "muon":
         return Muon(groups, {p for n, p in model.named_parameters() if is_matrix(n, p)}, **settings)

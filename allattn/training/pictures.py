@@ -73,7 +73,12 @@ def _hatch(cell: int) -> Image.Image:
     return Image.fromarray(np.where(stripes[..., None], HATCH, REMOVED).astype(np.uint8))
 
 
-def _legend(image: Image.Image, draw: ImageDraw.ImageDraw, font: object, y: int) -> None:
+def _legend(
+    image: Image.Image,
+    draw: ImageDraw.ImageDraw,
+    font: ImageFont.ImageFont | ImageFont.FreeTypeFont,
+    y: int,
+) -> None:
     x = MARGIN
     draw.text((x, y + 6), "closed", INK, font, anchor="lm")
     for i in range(80):

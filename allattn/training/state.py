@@ -301,6 +301,7 @@ def _load_checkpoint_weights(folder: Path) -> Weights:
             scales = method.output_scales(kept)
     if kept is not None:
         parameters = fold_output_scales(without_gates(parameters), scales)
+        assert config.d_head is not None, "a validated config has it"
         parameters = cut_tensors(parameters, kept, config.d_head)
         config = cut_config(config, kept)
         with blaming(folder / "meta.json"):

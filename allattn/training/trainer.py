@@ -274,7 +274,9 @@ class Trainer:
                 )
             self.monitor.event(self._event("decision") | {"heads": heads} | readiness, text)
             result |= readiness
-            if self.config.stages[self.stage].prune.remove != "never":
+            prune = self.config.stages[self.stage].prune
+            assert prune is not None and self.live.masks is not None
+            if prune.remove != "never":
                 self._remove(self.live.masks)
         valid = self._log_evaluation()
         self.history.append(result | {"ppl": valid["ppl"], "heads": self.live.open_by_layer()})
@@ -292,9 +294,11 @@ class Trainer:
     def _cut_if_due(self, stage_step: int) -> None:
         """Methods that score heads: close as many as are due after so many steps of the stage."""
         stage = self.config.stages[self.stage]
-        k = self.live.pruner and self.live.pruner.cut_due(stage_step, stage.steps)
+        pruner = self.live.pruner
+        k = None if pruner is None else pruner.cut_due(stage_step, stage.steps)
         if k is None:
             return
+        assert stage.prune is not None, "it has a method"
         with self.updater.autocast():
             n_batches = stage.prune.batches
             self.live.cut(k, lambda: self.updater.calibration(self.step, n_batches), self.step)
@@ -455,7 +459,7 @@ class Trainer:
 
     def _start(self) -> None:
         torch.manual_seed(self.config.run.seed)
-        parameters = dict(TransformerLM(self.config.model).named_parameters())
+        parameters: dict[str, Tensor] = dict(TransformerLM(self.config.model).named_parameters())
         if self.config.run.init_from is not None:
             source = load_weights(self.config.run.init_from)
             if source.config.heads != self.config.model.heads:

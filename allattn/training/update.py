@@ -117,13 +117,14 @@ class Updater:
             with self.autocast():
                 soft = None
                 if settings.distill is not None:
+                    assert self.teacher is not None, "a stage that distils has one"
                     soft = self.teacher(m, inputs, settings.distill.temperature)
                 output = live.engine(inputs, targets, self.memories[m], soft_targets=soft)
                 terms = [output.nll.mean()]
                 if soft is not None:
                     terms.append(output.divergence.mean())
             losses.append(torch.stack([term.detach().double() for term in terms]))
-            weight = 0.0 if soft is None else settings.distill.weight
+            weight = 0.0 if settings.distill is None else settings.distill.weight
             loss = terms[0] if soft is None else (1 - weight) * terms[0] + weight * terms[1]
             if pruner is not None:
                 term, self.pruning = pruner.objective(model, stage_step)
@@ -167,7 +168,7 @@ class Updater:
             if pruner is not None:
                 pruner.after_step(self.pruning, stage_step)
         else:
-            if self.teacher is not None:
+            if self.teacher is not None and teacher_before is not None:
                 self.teacher.memories = teacher_before
             if not again:
                 self._count_skipped(step, cross_entropy, grad_norm)
@@ -264,7 +265,7 @@ class Updater:
         found = {}
         for i, hidden in enumerate(memories[0].hidden):
             if hidden is not None:
-                lanes = torch.cat([m.hidden[i] for m in memories])
+                lanes = torch.cat([_remembered(m, i) for m in memories])
                 found[f"{prefix}_{i:02d}"] = self.world.gather_lanes(lanes).cpu()
         return found
 
@@ -307,6 +308,13 @@ def check_lanes(config: Config, world: World) -> None:
             f"train.micro_batch_size: {train.micro_batch_size} does not divide the {lanes} lanes "
             f"of each of {size} ranks"
         )
+
+
+def _remembered(memory: Memory | None, layer: int) -> Tensor:
+    """What training keeps of a layer that has heads; every micro-batch has it if one has."""
+    held = None if memory is None else memory.hidden[layer]
+    assert isinstance(held, Tensor)
+    return held
 
 
 def _mix(*parts: int) -> int:

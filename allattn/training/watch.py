@@ -134,7 +134,8 @@ class Watch:
         prompt = self.corpus.tokens(self.split)[:PROMPT].tolist()
 
         def forward(*args: Any, **kwargs: Any) -> Output:
-            output = engine(*args, **kwargs)
+            output: Output = engine(*args, **kwargs)
+            assert output.log_probs is not None, "no targets were given"
             # drawing from what is no number would end the run
             log_probs = output.log_probs.nan_to_num(LEAST, LEAST, LEAST)
             return dataclasses.replace(output, log_probs=log_probs)

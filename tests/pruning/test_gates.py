@@ -379,9 +379,9 @@ def test_a_penalty_keeps_what_is_open():
 
 def test_early_removal_needs_patience_and_stops_at_the_target():
     closed, shut, opened = -4.0, -5.0, 2.0
-    assert float(open_probability(torch.tensor(closed))) < HardConcrete.closed_below
     state = PruningState([3, 2], 5, closed_checks=[[0] * 3, [0] * 2])
     pruner = HardConcrete(PruneConfig(keep=0.4, patience=2), 1, state)
+    assert float(open_probability(torch.tensor(closed))) < pruner.closed_below
 
     def check(*rows: list[float]) -> list[list[int]]:
         return pruner.check_closed([torch.tensor(row) if row else None for row in rows])

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
-from transformers.generation import GenerationMixin
+from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from allattn.data.checksum import check_sha256, sha256
@@ -78,11 +77,11 @@ class AllattnCache(Cache):
         held = next((h for h in self.memory.hidden if h is not None), None)
         if held is None:
             return  # a model without heads remembers nothing
-        B, device = (
-            (held.buffer.shape[1], held.buffer.device)
-            if isinstance(held, KeyValues)
-            else (held.shape[0], held.device)
-        )
+        if isinstance(held, KeyValues):
+            assert held.buffer is not None, "a cache comes out of a forward pass"
+            B, device = held.buffer.shape[1], held.buffer.device
+        else:
+            B, device = held.shape[0], held.device
         self.batch_select_indices(torch.arange(B, device=device).repeat_interleave(repeats))
 
 
@@ -108,12 +107,13 @@ class AllattnForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_input_embeddings(self) -> nn.Module:
         """From ids to vectors."""
-        return self.model.vocabulary
+        vocabulary: nn.Module = self.model.vocabulary
+        return vocabulary
 
     def get_output_embeddings(self) -> None:
         """None: input and output share their weights inside one module."""
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused."""
         raise ValueError("the vocabulary belongs to the tokenizer of training and stays as it is")
 
@@ -193,9 +193,8 @@ class AllattnForCausalLM(PreTrainedModel, GenerationMixin):
         past.memory, past.n_seen = memory, n_seen + input_ids.shape[1]
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        output = CausalLMOutputWithPast(
-            loss=loss, logits=logits, **{_CACHE: past if use_cache else None}
-        )
+        remembered: dict[str, Any] = {_CACHE: past if use_cache else None}
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, **remembered)
         return output.to_tuple() if return_dict is False else output
 
     def _segments(
@@ -213,13 +212,14 @@ class AllattnForCausalLM(PreTrainedModel, GenerationMixin):
         for piece in pieces:
             h, memory = self.model.hidden(piece, memory, padding_B)
             found.append(h)
+        assert memory is not None, "there is at least one piece"
         return torch.cat(found, dim=1), memory
 
     def _new_memory(self, padding_B: Tensor | None) -> Memory | None:
         """Keys and values are kept, unless gradients flow: then layer inputs."""
         if torch.is_grad_enabled():
             return None
-        memory = self.model.empty_cache()
+        memory: Memory = self.model.empty_cache()
         memory.padding = padding_B
         return memory
 
@@ -281,7 +281,9 @@ class AllattnForCausalLM(PreTrainedModel, GenerationMixin):
         if isinstance(path, (str, Path)) and (Path(path) / "config.json").is_file():
             values = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
             check_sha256(Path(path), values.get("sha256", {}))
-        model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        # transformers declares the model alone
+        both: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        model, info = both
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info.get(kind):
                 names = ", ".join(str(name) for name in sorted(info[kind], key=str)[:3])

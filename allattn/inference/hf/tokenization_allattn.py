@@ -87,7 +87,9 @@ class AllattnTokenizer(PreTrainedTokenizer):
         """Ids by name."""
         return dict(self._ids)
 
-    def tokenize(self, text: str, **kwargs: Any) -> list[str]:
+    def tokenize(
+        self, text: str, pair: str | None = None, add_special_tokens: bool = False, **kwargs: Any
+    ) -> list[str]:
         """Names of the tokens; nothing in a text is a command, so it is not searched for any."""
         return [self._names[i] for i in self.inner.encode(text)]
 
@@ -102,7 +104,11 @@ class AllattnTokenizer(PreTrainedTokenizer):
         return self.inner.decode([self._ids[token] for token in tokens])
 
     def _decode(
-        self, token_ids: int | list[int], skip_special_tokens: bool = False, **kwargs: Any
+        self,
+        token_ids: int | list[int],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+        **kwargs: Any,
     ) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         if skip_special_tokens:
