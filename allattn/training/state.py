@@ -165,7 +165,7 @@ def blaming(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, AssertionError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{path}: damaged, or written by another version ({what})") from error
 

@@ -186,6 +186,19 @@ def test_a_damaged_meta_is_named(make_config, train, contents, damage):
     assert contents(run.folder) == before
 
 
+def test_a_meta_without_a_value_that_the_model_needs_is_named(make_config, train, contents):
+    run = train(make_config(), 6, to_end=False)
+    path: Path = run.checkpoint(6) / "meta.json"
+    meta = json.loads(path.read_text())
+    meta["model"]["d_head"] = None
+    path.write_text(json.dumps(meta))
+    before = contents(run.folder)
+    with pytest.raises(ValueError) as error:
+        Trainer(make_config(), resume=True)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    assert contents(run.folder) == before
+
+
 def test_a_checkpoint_of_another_shape_is_refused(make_config, train, contents):
     run = train(make_config(), 6, to_end=False)
     path = run.checkpoint(6) / "parameters.safetensors"
