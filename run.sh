@@ -2,27 +2,105 @@
 # The whole job on the corpus that ships with the package, or any part of it.
 #
 #   ./run.sh                 prepare, train (dense, prune, fine-tune), evaluate, export, generate
-#   ./run.sh setup           only make .venv and install
-#   ./run.sh test [ARGS]     the test suite
+#   ./run.sh setup           only make .venv and install into it
+#   ./run.sh test [ARGS]     the test suite; ARGS go to pytest (-m slow, a file, ...)
+#   ./run.sh test --latest   the suite in .venv-latest, with the newest versions of everything
+#   ./run.sh test --lowest   the suite in .venv-lowest, with the lowest versions of pyproject.toml
+#   ./run.sh check           ruff (lint and format) and mypy
 #   ./run.sh COMMAND ARGS    allattn COMMAND ARGS;  GPUS=2 ./run.sh train CONFIG  uses DeepSpeed
+#
+# PYTHON=python3.12 chooses another Python; TORCH=cpu installs a build of PyTorch without CUDA.
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-venv="$here/.venv"
-start_dir=$PWD
 
-setup() {
-    local stamp="$venv/.installed" want
-    want=$(cksum "$here/pyproject.toml")
+fail() { # STATUS MESSAGE: one line that says what is wrong and what would be right
+    echo "run.sh: $2" >&2
+    exit "$1"
+}
+
+script=${BASH_SOURCE[0]}
+while [ -L "$script" ]; do # through symbolic links to the checkout itself
+    target=$(readlink "$script")
+    case "$target" in
+        /*) script=$target ;;
+        *) script=$(dirname "$script")/$target ;;
+    esac
+done
+here=$(cd "$(dirname "$script")" && pwd -P)
+start_dir=$PWD
+venv="$here/.venv"
+
+need_python() {
+    python=${PYTHON:-python3}
+    command -v "$python" >/dev/null ||
+        fail 2 "$python is not on the PATH; install Python 3.10 or newer, or set PYTHON to one"
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        fail 2 "Python 3.10 or newer is required (found $("$python" --version 2>&1)); set PYTHON to a newer one, such as PYTHON=python3.12"
+}
+
+# What an environment depends on. The first line settles whether one has to be made anew, all of
+# it whether something has to be installed.
+fingerprint() { # MODE
+    echo "$venv $("$python" --version 2>&1) torch=${TORCH:-default} $1"
+    cat "$here/pyproject.toml" "$here/constraints.txt" "$here/tools/versions.py" | cksum
+}
+
+# Of pip's output, on a terminal, what it is busy with.
+progress() {
+    if [ -t 2 ]; then
+        awk '/^ *(Collecting|Downloading|Installing)/ { print "  " substr($0, 1, 76); fflush() }' >&2
+    else
+        cat >/dev/null
+    fi
+}
+
+# The reason why pip failed, in one line.
+fail_install() {
+    local log="$here/.venv-install.log" error
+    error=$(grep -E 'ERROR|[Ee]rror:|No space left' "$log" | grep -v '^WARNING' | tail -n 1 || true)
+    if grep -q 'No space left' "$log"; then
+        fail 1 "no space left while installing into $venv; the environment needs about 6.5 GB (1.5 GB with TORCH=cpu): make room and start again"
+    fi
+    fail 1 "installing into $venv failed: ${error:-no message}; see $log, mend it and start again"
+}
+
+setup() { # [MODE]: tested (constraints.txt), latest or lowest
+    local mode=${1:-tested} stamp="$venv/.installed" want options=() torch=()
+    need_python
+    want=$(fingerprint "$mode")
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then return; fi
-    local python=${PYTHON:-python3}
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
-        echo "run.sh: Python 3.10 or newer is needed, $("$python" --version) found; set PYTHON" >&2
-        exit 2
-    }
-    echo "run.sh: installing into $venv (once; a minute or more)" >&2
-    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-    (cd "$here" && "$venv/bin/python" -m pip install --quiet --editable '.[dev]') >&2
+    (: >>"$here/.venv-install.lock") 2>/dev/null ||
+        fail 1 "$here cannot be written to; copy the checkout to a folder where you may write, and start there"
+    # one at a time: a second start waits for the first one's install, and then finds it done
+    exec 9>>"$here/.venv-install.lock"
+    "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
+        exec 9>&-
+        return
+    fi
+    local log="$here/.venv-install.log"
+    echo "run.sh: installing into $venv (once; two to five minutes, most of it downloads)" >&2
+    # An environment that was not finished (killed, no space), was moved, or belongs to another
+    # Python is made anew; one whose versions alone changed is brought up to date.
+    if [ ! -f "$stamp" ] || [ "$(head -n 1 "$stamp")" != "${want%%$'\n'*}" ] ||
+        ! "$venv/bin/python" -c '' 2>/dev/null; then
+        rm -rf "$venv"
+        "$python" -m venv "$venv" >"$log" 2>&1 ||
+            fail 1 "$python cannot make a virtual environment; install its venv module (Debian: apt install python3-venv), or set PYTHON to another (details: $log)"
+    fi
+    rm -f "$stamp"
+    "$venv/bin/python" "$here/tools/versions.py" "$mode" >"$venv/constraints.txt"
+    options=(--constraint "$venv/constraints.txt")
+    if [ "$mode" = latest ]; then options+=(--upgrade --upgrade-strategy eager); fi
+    if [ "${TORCH:-}" = cpu ]; then
+        torch=("$("$venv/bin/python" "$here/tools/versions.py" cpu-torch "$mode")") || exit 1
+    elif [ -n "${TORCH:-}" ]; then
+        fail 2 "TORCH=$TORCH is not known; write TORCH=cpu, or leave it out"
+    fi
+    (cd "$here" && "$venv/bin/python" -m pip install "${options[@]}" \
+        ${torch[@]+"${torch[@]}"} --editable '.[dev]') 2>&1 9>&- | tee "$log" | progress ||
+        fail_install
     echo "$want" >"$stamp"
+    exec 9>&-
 }
 
 demo() {
@@ -30,7 +108,7 @@ demo() {
     local run=runs/demo allattn="$venv/bin/allattn"
     "$allattn" prepare --dataset tiny --tokenizer sentencepiece --vocab-size 2000 --out data/tiny
     # an earlier demo is continued where it stopped; a finished one is only evaluated again
-    "$allattn" train configs/tiny.yaml --resume
+    "$allattn" train tiny --resume
     "$allattn" evaluate "$run" --split test
     "$allattn" export "$run" --out exports/demo --overwrite
     echo
@@ -43,13 +121,34 @@ demo() {
     echo "Watch the run:  $venv/bin/tensorboard --logdir $here/runs"
 }
 
+if [ "${1:-}" = test ]; then
+    mode=tested
+    case "${2:-}" in
+        --latest | --lowest)
+            mode=${2#--}
+            venv="$here/.venv-$mode"
+            set -- test "${@:3}"
+            ;;
+    esac
+    setup "$mode"
+    shift
+    cd "$here"
+    export PATH="$venv/bin:$PATH"
+    exec "$venv/bin/python" -m pytest -n 2 --dist worksteal "$@"
+fi
+
 setup
 export PATH="$venv/bin:$PATH"
 cd "$start_dir"
 case "${1:-}" in
     "") demo ;;
     setup) ;;
-    test) shift && cd "$here" && exec "$venv/bin/python" -m pytest -n 2 --dist worksteal "$@" ;;
+    check)
+        cd "$here"
+        ruff check .
+        ruff format --check .
+        mypy
+        ;;
     train)
         if [ -n "${GPUS:-}" ]; then
             # ranks on CPU cores, talking over gloo, where there is no GPU

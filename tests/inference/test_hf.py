@@ -18,7 +18,11 @@ from allattn.model.transformer import TransformerLM
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 from allattn.inference.hf import AllattnConfig, AllattnForCausalLM  # noqa: E402
 
@@ -200,8 +204,13 @@ def test_what_is_refused(tiny_model):
         cache.crop(1)
     with pytest.raises(ValueError, match="vocabulary"):
         hf.resize_token_embeddings(20)
-    with pytest.raises(ValueError, match="stateful"):  # transformers' own word
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens: assisted generation"):
         hf.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=3)
+    with pytest.raises(ValueError, match="assistant_model: assisted generation"):
+        hf.generate(ids, assistant_model=hf, max_new_tokens=3)
+    config = GenerationConfig(prompt_lookup_num_tokens=2, max_new_tokens=3)
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens: assisted generation"):
+        hf.generate(ids, config)
     assert isinstance(hf(ids, return_dict=False), tuple)
     assert hf(ids, use_cache=False).past_key_values is None
 

@@ -117,6 +117,24 @@ class AllattnForCausalLM(PreTrainedModel, GenerationMixin):
         """Refused."""
         raise ValueError("the vocabulary belongs to the tokenizer of training and stays as it is")
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate text as transformers does: greedy, sampled, or by beams.
+
+        Raises:
+            ValueError: assisted generation is asked for.
+        """
+        config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+        config = config or self.generation_config
+        for name in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"):
+            # transformers refuses these for a stateful model, but not by the same error in every
+            # version: a ValueError until 5.24, a RuntimeError since 5.25
+            if kwargs.get(name, getattr(config, name, None)) is not None:
+                raise ValueError(
+                    f"{name}: assisted generation takes tokens back, and what a memory forgot does "
+                    f"not come back; leave {name} out"
+                )
+        return super().generate(*args, **kwargs)
+
     # ---- forward ----------------------------------------------------------------------------
 
     def forward(
