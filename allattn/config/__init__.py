@@ -21,15 +21,12 @@ from allattn.config.schema import (
     Config,
     ConfigError,
     DataConfig,
-    DistillConfig,
-    LrConfig,
     ModelConfig,
     OptimizerConfig,
-    PruneConfig,
     RunConfig,
-    StageConfig,
     TrainConfig,
 )
+from allattn.config.stages import DistillConfig, LrConfig, PruneConfig, StageConfig
 
 __all__ = [
     "CHOICES",

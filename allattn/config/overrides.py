@@ -14,15 +14,12 @@ from allattn.config.schema import (
     Config,
     ConfigError,
     DataConfig,
-    DistillConfig,
-    LrConfig,
     ModelConfig,
     OptimizerConfig,
-    PruneConfig,
     RunConfig,
-    StageConfig,
     TrainConfig,
 )
+from allattn.config.stages import DistillConfig, LrConfig, PruneConfig, StageConfig
 
 
 def apply_override(config: Any, override: str) -> Any:
