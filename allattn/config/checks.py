@@ -6,7 +6,14 @@ import difflib
 import math
 from typing import Any
 
-from allattn.config.schema import Config, ConfigError, ModelConfig, PruneConfig, StageConfig
+from allattn.config.schema import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    PrepareConfig,
+    PruneConfig,
+    StageConfig,
+)
 
 CHOICES = {
     "model.position": ("sinusoidal", "learned"),
@@ -18,6 +25,8 @@ CHOICES = {
     "train.engine": ("auto", "local", "deepspeed"),
     "train.device": ("auto", "cpu", "cuda"),
     "train.optimizer.name": ("adamw", "muon"),
+    "data.prepare.dataset": ("tiny", "wikitext-2", "wikitext-103"),
+    "data.prepare.tokenizer": ("word", "sentencepiece", "byte"),
     "stage.lr.schedule": ("constant", "linear", "cosine", "inverse_sqrt"),
     "stage.prune.method": ("hard_concrete", "subset", "importance", "magnitude", "random"),
     "stage.prune.scope": ("global", "layer"),
@@ -77,6 +86,8 @@ def validate(config: Config) -> None:
         ConfigError: naming the key, what is wrong and what would be right.
     """
     check_model(config.model)
+    if config.data.prepare is not None:
+        _check_prepare(config.data.prepare)
     train = config.train
     for key in ("precision", "engine", "device", "save_error", "non_finite"):
         _choice(f"train.{key}", getattr(train, key))
@@ -137,6 +148,23 @@ def validate(config: Config) -> None:
     for key, ours in OURS_IN_DEEPSPEED.items():
         if key in config.deepspeed:
             raise ConfigError(f"deepspeed.{key}: set {ours} instead; allattn passes it on")
+
+
+def _check_prepare(prepare: PrepareConfig) -> None:
+    for key in ("dataset", "tokenizer"):
+        _choice(f"data.prepare.{key}", getattr(prepare, key))
+    if prepare.dataset == "tiny" and prepare.source is not None:
+        raise ConfigError("data.prepare.source: the dataset tiny ships with allattn; leave it out")
+    if prepare.dataset != "tiny" and prepare.source is None:
+        raise ConfigError(
+            f"data.prepare.source: {prepare.dataset} needs the folder, or the .zip, of its files"
+        )
+    if prepare.vocab_size is not None:
+        _at_least("data.prepare.vocab_size", prepare.vocab_size, 1)
+        if prepare.tokenizer != "sentencepiece":
+            raise ConfigError(
+                "data.prepare.vocab_size: only for data.prepare.tokenizer: sentencepiece"
+            )
 
 
 def check_model(model: ModelConfig) -> None:

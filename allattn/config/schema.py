@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,36 @@ EXPORT_VERSION = 4  # of the folder that `export` makes; `config.json` names it
 
 class ConfigError(ValueError):
     """A config, an override or a command line that cannot be used; the message is one line."""
+
+
+class ArgumentError(ConfigError):
+    """An argument of a function, or an option of a command, that cannot be used.
+
+    Attributes:
+        argument: its name in Python.
+    """
+
+    def __init__(self, argument: str, problem: str, mentions: tuple[str, ...] = ()):
+        """Say what is wrong in Python's spelling; the command line spells it in its own.
+
+        Args:
+            argument: the name in Python, such as `batch_size`.
+            problem: what is wrong and what would be right, with other arguments in braces.
+            mentions: those other arguments.
+        """
+        self.argument, self._problem, self._mentions = argument, problem, mentions
+        super().__init__(self.spelt(str))
+
+    def spelt(self, spell: Callable[[str], str]) -> str:
+        """The message, with every argument's name as `spell` writes it."""
+        text = self._problem
+        for name in self._mentions:
+            text = text.replace(f"{{{name}}}", spell(name))
+        return f"{spell(self.argument)}: {text}"
+
+
+class UnavailableError(ArgumentError):
+    """An argument that is right in itself, but asks for what this machine does not have."""
 
 
 @dataclass
@@ -24,11 +55,22 @@ class RunConfig:
 
 
 @dataclass
+class PrepareConfig:
+    """How `train` prepares the corpus where there is none yet; as the options of `prepare`."""
+
+    dataset: str = "tiny"
+    source: str | None = None  # where the files of WikiText are
+    tokenizer: str = "word"
+    vocab_size: int | None = None  # sentencepiece: number of pieces
+
+
+@dataclass
 class DataConfig:
     """The prepared corpus (`allattn prepare`)."""
 
     dir: str = "data/tiny"
     shift: bool = False  # start each pass at another token, drawn from run.seed
+    prepare: PrepareConfig | None = None  # None: the corpus has to be there
 
 
 @dataclass
