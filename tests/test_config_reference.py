@@ -38,6 +38,7 @@ every_key = pytest.mark.parametrize("name", KEYS)
 
 # What a value at the edge of its range needs beside it, in the config of the tests
 WITH = {
+    "data.prepare.vocab_size": ["data.prepare={tokenizer: sentencepiece}"],
     "model.d_model": ["model.n_heads=1", "model.position=learned"],
     "model.persistent_share": ["model.n_persistent=8"],
     "model.div_value": ["model.embedding=adaptive"],

@@ -12,6 +12,7 @@ from allattn.config.schema import (
     ConfigError,
     ModelConfig,
     OptimizerConfig,
+    PrepareConfig,
     TrainConfig,
 )
 from allattn.config.stages import LrConfig, PruneConfig, StageConfig
@@ -20,6 +21,7 @@ CHOICES = {
     f"{where}.{field.name}": found.allowed
     for where, section in (
         ("model", ModelConfig),
+        ("data.prepare", PrepareConfig),
         ("train", TrainConfig),
         ("train.optimizer", OptimizerConfig),
         ("stage.lr", LrConfig),
@@ -82,6 +84,8 @@ def validate(config: Config) -> None:
     check_model(config.model)
     for name in ("run", "data", "train"):
         _check_section(name, getattr(config, name))
+    if config.data.prepare is not None:
+        _check_prepare(config.data.prepare)
     train = config.train
     if train.micro_batch_size is not None and train.batch_size % train.micro_batch_size:
         raise ConfigError(
@@ -121,6 +125,17 @@ def validate(config: Config) -> None:
     for key, ours in OURS_IN_DEEPSPEED.items():
         if key in config.deepspeed:
             raise ConfigError(f"deepspeed.{key}: set {ours} instead; allattn passes it on")
+
+
+def _check_prepare(prepare: PrepareConfig) -> None:
+    if prepare.dataset == "tiny" and prepare.source is not None:
+        raise ConfigError("data.prepare.source: the dataset tiny ships with allattn; leave it out")
+    if prepare.dataset != "tiny" and prepare.source is None:
+        raise ConfigError(
+            f"data.prepare.source: {prepare.dataset} needs the folder, or the .zip, of its files"
+        )
+    if prepare.vocab_size is not None and prepare.tokenizer != "sentencepiece":
+        raise ConfigError("data.prepare.vocab_size: only for data.prepare.tokenizer: sentencepiece")
 
 
 def check_model(model: ModelConfig) -> None:

@@ -7,6 +7,7 @@ sections of a stage are in `stages.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,36 @@ PATH = "a path"
 
 class ConfigError(ValueError):
     """A config, an override or a command line that cannot be used; the message is one line."""
+
+
+class ArgumentError(ConfigError):
+    """An argument of a function, or an option of a command, that cannot be used.
+
+    Attributes:
+        argument: its name in Python.
+    """
+
+    def __init__(self, argument: str, problem: str, mentions: tuple[str, ...] = ()):
+        """Say what is wrong in Python's spelling; the command line spells it in its own.
+
+        Args:
+            argument: the name in Python, such as `batch_size`.
+            problem: what is wrong and what would be right, with other arguments in braces.
+            mentions: those other arguments.
+        """
+        self.argument, self._problem, self._mentions = argument, problem, mentions
+        super().__init__(self.spelt(str))
+
+    def spelt(self, spell: Callable[[str], str]) -> str:
+        """The message, with every argument's name as `spell` writes it."""
+        text = self._problem
+        for name in self._mentions:
+            text = text.replace(f"{{{name}}}", spell(name))
+        return f"{spell(self.argument)}: {text}"
+
+
+class UnavailableError(ArgumentError):
+    """An argument that is right in itself, but asks for what this machine does not have."""
 
 
 @dataclass
@@ -50,6 +81,32 @@ class RunConfig:
 
 
 @dataclass
+class PrepareConfig:
+    """How `train` prepares the corpus where there is none yet.
+
+    Without this section, which is the default, the corpus has to be there.
+    """
+
+    dataset: str = key(
+        "tiny", "The text to prepare.", allowed=("tiny", "wikitext-2", "wikitext-103")
+    )
+    source: str | None = key(
+        None, "Where the files of WikiText are; `tiny` ships with allattn.", allowed=PATH
+    )
+    tokenizer: str = key(
+        "word",
+        "How text becomes tokens.",
+        allowed=("word", "sentencepiece", "byte"),
+    )
+    vocab_size: int | None = key(
+        None,
+        "Number of pieces, only for `tokenizer: sentencepiece`. The default, null, means 4,000.",
+        unit="tokens",
+        allowed=AT_LEAST_1,
+    )
+
+
+@dataclass
 class DataConfig:
     """The prepared corpus (`allattn prepare`)."""
 
@@ -59,6 +116,7 @@ class DataConfig:
         "Start each pass over the corpus at another of the first `model.seq_len` tokens, drawn "
         "from `run.seed`, so that segments are cut elsewhere in every pass.",
     )
+    prepare: PrepareConfig | None = None
 
 
 @dataclass
