@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import yaml
@@ -14,6 +15,7 @@ from allattn.config import (
     LrConfig,
     ModelConfig,
     OptimizerConfig,
+    PrepareConfig,
     PruneConfig,
     RunConfig,
     StageConfig,
@@ -21,8 +23,12 @@ from allattn.config import (
     load_config,
     model_config_from_dict,
     save_config,
+    shipped,
     to_yaml,
 )
+from allattn.config.shipped import config_text, configs
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 def fails_with(tiny_yaml, *overrides: str) -> str:
@@ -415,3 +421,116 @@ def test_exit_status_2_without_a_config(tmp_path, fails):
     path = tmp_path / "missing.yaml"
     assert str(path) in fails(2, "show", path)
     assert str(path) in fails(2, "train", path)
+
+
+# Shipped configs, found by name
+
+
+def test_a_shipped_config_has_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config("tiny") == load_config(CONFIGS / "tiny.yaml")
+    (tmp_path / "tiny").mkdir()  # a folder, of data say, is no config
+    assert load_config("tiny").run.name == "demo"
+    (tmp_path / "tiny").rmdir()
+    (tmp_path / "tiny").write_text("run: {name: mine}\nstages: [{name: a}]\n")
+    assert load_config("tiny").run.name == "mine"  # a file that exists wins
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tinny", "did you mean tiny?"),
+        ("wikitext103_alattn", "did you mean wikitext103_allattn?"),
+        ("zebra", "known: tiny, wikitext103_allattn"),
+        ("configs/tiny.yaml", "a config that ships with allattn is named tiny"),
+    ],
+)
+def test_a_name_that_no_config_has(tmp_path, monkeypatch, fails, name, words):
+    monkeypatch.chdir(tmp_path)
+    line = fails(2, "show", name)
+    assert line.startswith(f"{name}: ") and words in line
+
+
+def test_every_shipped_config_says_what_it_is():
+    found = configs()
+    assert found.keys() == {path.stem for path in CONFIGS.glob("*.yaml")}
+    for name, about in found.items():
+        assert config_text(name) == (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
+        assert config_text(name).startswith(f"# {about}\n")
+        assert len(about) > 40 and about[0].isupper() and about.endswith(".")
+    with pytest.raises(ConfigError, match="did you mean tiny"):
+        config_text("tinny")
+
+
+def test_a_folder_beside_the_package_must_be_ours(tmp_path, monkeypatch):
+    """In site-packages, a folder `configs` may belong to another package."""
+    (tmp_path / "configs").mkdir()
+    monkeypatch.setattr(shipped, "_PACKAGE", tmp_path / "allattn")
+    assert shipped.shipped_file("configs") is None and shipped.configs() == {}
+    (tmp_path / "allattn" / "configs").mkdir(parents=True)
+    assert shipped.shipped_file("configs") == tmp_path / "allattn" / "configs"
+
+
+# Overrides from Python
+
+
+def test_overrides_as_a_dict(tiny_yaml):
+    strings = [
+        "run.seed=9", "stages[1].prune.keep=0.25", "model.n_heads=[2,4]", "model.d_head=5",
+        "stages[2].lr.schedule=linear", "train.keep_last=null", "run.name=007",
+    ]  # fmt: skip
+    values = {
+        "run.seed": 9, "stages[1].prune.keep": 0.25, "model.n_heads": (2, 4), "model.d_head": 5,
+        "stages[2]": {"lr": {"schedule": "linear"}}, "train.keep_last": None, "run.name": "007",
+    }  # fmt: skip
+    assert load_config(tiny_yaml, values) == load_config(tiny_yaml, strings)
+    assert load_config(tiny_yaml, {"data.dir": tiny_yaml.parent}).data.dir == str(tiny_yaml.parent)
+    assert load_config(tiny_yaml, "run.seed=9").run.seed == 9  # one by itself
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("model.n_layer", 2, "unknown key model.n_layer; did you mean n_layers?"),
+        ("model", {"n_layer": 2}, "unknown key model.n_layer; did you mean n_layers?"),
+        ("stages[3].steps", 1, "stages has 3 entries, the last is stages[2]"),
+        ("model.n_layers", "two", "override 'model.n_layers=two'"),
+        ("model.n_layers", [2], "model.n_layers: one value is needed"),
+        ("model.n_layers", object(), "model.n_layers"),
+        ("model.dropout", 1.5, "model.dropout"),
+        (5, 1, "override 5: a key such as"),
+        ("", 1, "override ''"),
+    ],
+)
+def test_a_wrong_override_as_a_dict(tiny_yaml, key, value, words):
+    with pytest.raises(ConfigError) as error:
+        load_config(tiny_yaml, {key: value})
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+# data.prepare
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ("{dataset: tinny}", "data.prepare.dataset: 'tinny' is not one of tiny, wikitext-2"),
+        ("{tokenizer: char}", "data.prepare.tokenizer: 'char' is not one of word, sentencepiece"),
+        ("{vocab_size: 100}", "data.prepare.vocab_size: only for"),
+        ("{tokenizer: sentencepiece, vocab_size: 0}", "data.prepare.vocab_size: 1 or more"),
+        ("{dataset: wikitext-2}", "data.prepare.source: wikitext-2 needs"),
+        ("{source: a}", "data.prepare.source: the dataset tiny ships with allattn"),
+        ("{vocab: 100}", "unknown key data.prepare.vocab; did you mean vocab_size?"),
+        ("tiny", "data.prepare"),
+    ],
+)
+def test_a_wrong_data_prepare(tiny_yaml, values, words):
+    assert words in fails_with(tiny_yaml, f"data.prepare={values}")
+
+
+def test_data_prepare(tiny_yaml):
+    assert load_config(tiny_yaml).data.prepare is None
+    config = load_config(tiny_yaml, ["data.prepare.tokenizer=byte"])
+    assert config.data.prepare == PrepareConfig(tokenizer="byte")
+    config = load_config(tiny_yaml, {"data.prepare": {"dataset": "wikitext-2", "source": "a.zip"}})
+    assert config.data.prepare == PrepareConfig("wikitext-2", "a.zip")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,8 @@ MAY_IMPORT = {
     "training": {"config", "model", "pruning", "data"},
     "inference": {"config", "model", "pruning", "data", "training.state"},
     "analysis": {"config", "model", "pruning", "data"},
+    "machine": {"config", "model", "training.speed"},
+    "api": {"config", "model", "pruning", "data", "training", "inference", "analysis"},
     "corpora": set(),
 }
 FREE = {"cli", "__main__", "__init__"}  # they put everything together
@@ -109,12 +113,35 @@ def test_schedules_need_no_torch():
         "cli/__init__.py",
         "cli/arguments.py",
         "cli/commands.py",
-        "cli/analyze.py",
+        "cli/completion.py",
+        "api/__init__.py",
+        "api/arguments.py",
+        "api/runs.py",
+        "api/models.py",
+        "api/use.py",
+        "api/analysis.py",
+        "config/shipped.py",
+        "machine/versions.py",
+        "machine/doctor.py",
+        "__init__.py",
     ):
         tree = ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
         top = {alias.name for n in tree.body if isinstance(n, ast.Import) for alias in n.names}
         top |= {n.module for n in tree.body if isinstance(n, ast.ImportFrom)}
         assert not {name.split(".")[0] for name in top} & {"torch", "deepspeed", "numpy"}, path
+
+
+def test_what_is_imported_without_torch():
+    """Also by way of what a module imports, which the source of one file does not show."""
+    code = (
+        "import sys, allattn.cli.arguments, allattn.machine.doctor; "
+        "import allattn.api.analysis, allattn.api.models, allattn.api.runs, allattn.api.use; "
+        "allattn.cli.build_parser(); allattn.load_config('tiny'); allattn.configs(); "
+        "allattn.train, allattn.evaluate, allattn.doctor; "
+        "print(sorted({'torch', 'deepspeed', 'numpy'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
 @every_file
@@ -125,5 +152,8 @@ def test_names_of_files_say_what_is_in_them(path):
 def test_every_public_name_is_there():
     for name in allattn.__all__:
         assert getattr(allattn, name) is not None
+    assert set(allattn.__all__) <= set(dir(allattn))
+    assert allattn.__all__ == sorted(allattn.__all__)
+    assert set(allattn.__all__) == set(allattn._EXPORTS)
     with pytest.raises(AttributeError, match="no_such_name"):
         allattn.no_such_name  # noqa: B018

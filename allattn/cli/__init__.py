@@ -9,35 +9,60 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 
 from allattn.cli.arguments import build_parser
-from allattn.config import ConfigError
+from allattn.config import ArgumentError, ConfigError, UnavailableError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command.
+
+    Args:
+        argv: The arguments after `allattn`; None takes those of this process.
+
+    Returns:
+        The exit status.
+    """
     parser = build_parser()
-    argv = sys.argv[1:] if argv is None else argv
+    argv = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in argv  # before the command or after it
     # the DeepSpeed launcher puts --local_rank=N first; the rank is in the environment too
-    args, extra = parser.parse_known_args([a for a in argv if not a.startswith("--local_rank")])
+    argv = [a for a in argv if a != "--debug" and not a.startswith("--local_rank")]
+    args, extra = parser.parse_known_args(argv)
     if args.command is None:
         parser.print_help(sys.stderr)
         return 2
     try:
         _take_overrides(args, extra)
-        args.run(args)
-    except ConfigError as error:
-        return _fail(error, 2)
-    except (ValueError, OSError, RuntimeError) as error:
-        if type(error).__name__ == "Stopped":
-            return _fail(error, 75)  # EX_TEMPFAIL: try again, with --resume
-        if not _is_ours(error):
-            raise
-        return _fail(error, 1)
+        status: int | None = args.run(args)
+        return status or 0
     except KeyboardInterrupt:
         print("allattn: interrupted", file=sys.stderr)
         return 130
-    return 0
+    except Exception as error:
+        failed = _status(error)
+        if failed is None:
+            print(
+                "allattn: this is a mistake in allattn or in a library that it uses; please report "
+                "it with the lines below and those of allattn --version",
+                file=sys.stderr,
+            )
+            raise
+        if debug:
+            traceback.print_exception(error)
+        return _fail(error, failed)
+
+
+def _status(error: Exception) -> int | None:
+    """The exit status of an error that was meant for the user; None: it was not."""
+    if isinstance(error, ConfigError):
+        return 1 if isinstance(error, UnavailableError) else 2
+    if isinstance(error, ValueError | OSError | RuntimeError):
+        if type(error).__name__ == "Stopped":
+            return 75  # EX_TEMPFAIL: try again, with --resume
+        return 1 if _is_ours(error) else None
+    return None
 
 
 def _take_overrides(args: argparse.Namespace, extra: list[str]) -> None:
@@ -55,6 +80,8 @@ def _take_overrides(args: argparse.Namespace, extra: list[str]) -> None:
 
 def _fail(error: Exception, status: int) -> int:
     text = str(error)
+    if isinstance(error, ArgumentError):
+        text = error.spelt(lambda name: f"--{name.replace('_', '-')}")
     if isinstance(error, OSError) and error.filename:
         text = f"{error.filename}: {error.strerror}"
     text = " ".join(text.split()) or type(error).__name__

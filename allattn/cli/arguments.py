@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from allattn.cli.analyze import analyze_command
 from allattn.cli.commands import (
+    analyze_command,
     compare_command,
+    completion_command,
+    configs_command,
+    doctor_command,
     evaluate_command,
     export_command,
     generate_command,
@@ -14,7 +18,18 @@ from allattn.cli.commands import (
     prune_command,
     show_command,
     train_command,
+    version_text,
 )
+from allattn.cli.completion import SHELLS
+
+
+class _Version(argparse.Action):
+    """As argparse's own, but the text is made when it is asked for: it needs torch."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """Print it and end."""
+        print(version_text())
+        parser.exit()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -22,6 +37,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="allattn",
         description="Train, prune and export language models made of attention only.",
+    )
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="of allattn, torch and DeepSpeed; the device"
+    )
+    parser.add_argument(
+        "--debug", action="store_true", help="show the traceback of an error (also after COMMAND)"
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
@@ -50,6 +71,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--accept-counts", action="store_true", help="take a WikiText with other than known counts"
     )
     p.set_defaults(run=prepare_command)
+
+    p = commands.add_parser("configs", help="the configs that ship with allattn")
+    p.add_argument("name", nargs="?", metavar="NAME", help="print this one, to start from")
+    p.set_defaults(run=configs_command)
 
     p = commands.add_parser("show", help="resolved config, parameters, FLOPs, stages")
     _config_arguments(p)
@@ -152,11 +177,19 @@ def build_parser() -> argparse.ArgumentParser:
     _data_arguments(p)
     _json(p)
     p.set_defaults(run=compare_command)
+
+    p = commands.add_parser("doctor", help="what training on this machine depends on")
+    _json(p)
+    p.set_defaults(run=doctor_command)
+
+    p = commands.add_parser("completion", help="a script that completes commands in the shell")
+    p.add_argument("shell", choices=SHELLS)
+    p.set_defaults(run=completion_command)
     return parser
 
 
 def _config_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("config", metavar="CONFIG")
+    p.add_argument("config", metavar="CONFIG", help="a file, or a name (see allattn configs)")
     p.add_argument(
         "overrides", nargs="*", metavar="key=value", help="e.g. stages[1].prune.keep=0.3"
     )

@@ -8,6 +8,7 @@ cannot be used (`checks.py`). `load_config` returns a plain, validated `Config`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,30 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from allattn.config.checks import CHOICES, check_model, validate
-from allattn.config.overrides import apply_override, one_line, reject_unknown_keys
+from allattn.config.overrides import (
+    apply_override,
+    apply_value,
+    one_line,
+    reject_unknown_keys,
+)
 from allattn.config.schema import (
+    ArgumentError,
     Config,
     ConfigError,
     DataConfig,
-    DistillConfig,
-    LrConfig,
     ModelConfig,
     OptimizerConfig,
-    PruneConfig,
+    PrepareConfig,
     RunConfig,
-    StageConfig,
     TrainConfig,
+    UnavailableError,
 )
+from allattn.config.shipped import find_config
+from allattn.config.stages import DistillConfig, LrConfig, PruneConfig, StageConfig
 
 __all__ = [
     "CHOICES",
+    "ArgumentError",
     "Config",
     "ConfigError",
     "DataConfig",
@@ -40,10 +48,12 @@ __all__ = [
     "LrConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "PrepareConfig",
     "PruneConfig",
     "RunConfig",
     "StageConfig",
     "TrainConfig",
+    "UnavailableError",
     "load_config",
     "model_config_from_dict",
     "save_config",
@@ -53,17 +63,22 @@ __all__ = [
 ]
 
 
-def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """Read, override and validate a config file.
+def load_config(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+    """Read, override and validate a config.
 
     Args:
-        path: YAML file.
-        overrides: `key=value` strings; keys may index lists (`stages[1].prune.keep=0.3`).
+        path: A YAML file, or the name of a config that ships with allattn, such as `tiny`. A file
+            that exists wins over a name.
+        overrides: `key=value` strings as on the command line, or a dict from keys to values.
+            Keys may index lists: `stages[1].prune.keep`.
+
+    Returns:
+        The config, complete and checked.
 
     Raises:
-        ConfigError: a file, key, type or value that cannot be used, in one line.
+        ConfigError: A file, key, type or value cannot be used; the message is one line.
     """
-    path = Path(path)
+    path = find_config(path)
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -82,8 +97,12 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     reject_unknown_keys(raw, Config, "", str(path))
     try:
         config = OmegaConf.merge(OmegaConf.structured(Config), raw)
-        for override in overrides:
-            config = apply_override(config, override)
+        if isinstance(overrides, Mapping):
+            for key, value in overrides.items():
+                config = apply_value(config, key, value)
+        else:
+            for override in [overrides] if isinstance(overrides, str) else overrides:
+                config = apply_override(config, override)
         result = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {one_line(error)}") from None
@@ -93,13 +112,34 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write the resolved config as YAML."""
+    """Write a config, with every key resolved, as a YAML file that `load_config` reads.
+
+    Args:
+        config: What to write.
+        path: The file; one that exists is replaced.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     Path(path).write_text(to_yaml(config), encoding="utf-8")
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved config as YAML text."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    """A config, with every key resolved, as YAML text.
+
+    Args:
+        config: What to write.
+
+    Returns:
+        The text of a config file.
+
+    Raises:
+        ConfigError: A value has a type that its key does not take.
+    """
+    try:
+        return OmegaConf.to_yaml(OmegaConf.structured(config))
+    except OmegaConfBaseException as error:
+        raise ConfigError(one_line(error)) from None
 
 
 def model_config_from_dict(values: dict[str, Any], where: str) -> ModelConfig:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-import math
 from typing import Any
 
-from allattn.config.schema import Config, ConfigError, ModelConfig, PruneConfig, StageConfig
+from allattn.config.keys import Range, documentation
+from allattn.config.schema import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    OptimizerConfig,
+    PrepareConfig,
+    TrainConfig,
+)
+from allattn.config.stages import LrConfig, PruneConfig, StageConfig
 
 CHOICES = {
-    "model.position": ("sinusoidal", "learned"),
-    "model.embedding": ("tied", "adaptive"),
-    "model.attention": ("auto", "reference", "fused"),
-    "train.precision": ("fp32", "bf16", "fp16"),
-    "train.save_error": ("stop", "continue"),
-    "train.non_finite": ("stop", "skip"),
-    "train.engine": ("auto", "local", "deepspeed"),
-    "train.device": ("auto", "cpu", "cuda"),
-    "train.optimizer.name": ("adamw", "muon"),
-    "stage.lr.schedule": ("constant", "linear", "cosine", "inverse_sqrt"),
-    "stage.prune.method": ("hard_concrete", "subset", "importance", "magnitude", "random"),
-    "stage.prune.scope": ("global", "layer"),
-    "stage.prune.noise": ("step", "sequence"),
-    "stage.prune.schedule": ("cubic", "linear"),
-    "stage.prune.sampling": ("soft", "straight_through"),
+    f"{where}.{field.name}": found.allowed
+    for where, section in (
+        ("model", ModelConfig),
+        ("data.prepare", PrepareConfig),
+        ("train", TrainConfig),
+        ("train.optimizer", OptimizerConfig),
+        ("stage.lr", LrConfig),
+        ("stage.prune", PruneConfig),
+    )
+    for field in dataclasses.fields(section)
+    if (found := documentation(field)) is not None and isinstance(found.allowed, tuple)
 }
 BUDGETS = ("keep", "keep_params", "keep_flops")
 _SCORED = ("importance", "magnitude", "random")
@@ -77,33 +82,16 @@ def validate(config: Config) -> None:
         ConfigError: naming the key, what is wrong and what would be right.
     """
     check_model(config.model)
+    for name in ("run", "data", "train"):
+        _check_section(name, getattr(config, name))
+    if config.data.prepare is not None:
+        _check_prepare(config.data.prepare)
     train = config.train
-    for key in ("precision", "engine", "device", "save_error", "non_finite"):
-        _choice(f"train.{key}", getattr(train, key))
-    _choice("train.optimizer.name", train.optimizer.name)
-    for key in ("batch_size", "eval_batch_size", "eval_every", "save_every", "log_every"):
-        _at_least(f"train.{key}", getattr(train, key), 1)
-    if train.keep_last is not None:
-        _at_least("train.keep_last", train.keep_last, 1)
-    _at_least("train.max_skipped", train.max_skipped, 0)
-    _at_least("train.clip_norm", train.clip_norm, 0)
-    _at_least("train.optimizer.lr", train.optimizer.lr, 0)
-    _at_least("train.optimizer.weight_decay", train.optimizer.weight_decay, 0)
-    _at_least("train.optimizer.eps", train.optimizer.eps, 0)
-    if not 0 <= config.run.seed < 2**63:
+    if train.micro_batch_size is not None and train.batch_size % train.micro_batch_size:
         raise ConfigError(
-            f"run.seed: a number from 0 to 2**63 - 1 is needed, not {config.run.seed}"
+            f"train.micro_batch_size: {train.micro_batch_size} does not divide "
+            f"train.batch_size {train.batch_size}"
         )
-    betas = train.optimizer.betas
-    if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
-        raise ConfigError(f"train.optimizer.betas: two numbers in [0, 1) are needed, not {betas}")
-    if train.micro_batch_size is not None:
-        _at_least("train.micro_batch_size", train.micro_batch_size, 1)
-        if train.batch_size % train.micro_batch_size:
-            raise ConfigError(
-                f"train.micro_batch_size: {train.micro_batch_size} does not divide "
-                f"train.batch_size {train.batch_size}"
-            )
     if not config.run.name or "/" in config.run.name or config.run.name in (".", ".."):
         raise ConfigError(f"run.name: a folder name is needed, not {config.run.name!r}")
     if not config.stages:
@@ -139,25 +127,22 @@ def validate(config: Config) -> None:
             raise ConfigError(f"deepspeed.{key}: set {ours} instead; allattn passes it on")
 
 
+def _check_prepare(prepare: PrepareConfig) -> None:
+    if prepare.dataset == "tiny" and prepare.source is not None:
+        raise ConfigError("data.prepare.source: the dataset tiny ships with allattn; leave it out")
+    if prepare.dataset != "tiny" and prepare.source is None:
+        raise ConfigError(
+            f"data.prepare.source: {prepare.dataset} needs the folder, or the .zip, of its files"
+        )
+    if prepare.vocab_size is not None and prepare.tokenizer != "sentencepiece":
+        raise ConfigError("data.prepare.vocab_size: only for data.prepare.tokenizer: sentencepiece")
+
+
 def check_model(model: ModelConfig) -> None:
     """The `model` section alone; fills in d_head and a learned table's size."""
-    for key in ("n_layers", "d_model", "seq_len"):
-        _at_least(f"model.{key}", getattr(model, key), 1)
-    for key in ("n_persistent", "d_ff", "mem_len"):
-        _at_least(f"model.{key}", getattr(model, key), 0)
-    for key in ("dropout", "attn_dropout"):
-        if not 0 <= getattr(model, key) < 1:
-            raise ConfigError(
-                f"model.{key}: a share in [0, 1) is needed, not {getattr(model, key)}"
-            )
-    share = model.persistent_share
-    if share is not None and not (model.n_persistent and 0 < share < 1):
-        raise ConfigError(
-            "model.persistent_share: a share between 0 and 1, and model.n_persistent, are needed, "
-            f"not {share} and {model.n_persistent}"
-        )
-    for key in ("position", "embedding", "attention"):
-        _choice(f"model.{key}", getattr(model, key))
+    _check_section("model", model)
+    if model.persistent_share is not None and not model.n_persistent:
+        raise ConfigError("model.persistent_share: only where model.n_persistent is above 0")
     if model.d_model % 2 and model.position == "sinusoidal":
         raise ConfigError(f"model.d_model: sinusoids need an even number, not {model.d_model}")
     n_heads = model.n_heads
@@ -166,7 +151,8 @@ def check_model(model: ModelConfig) -> None:
             f"model.n_heads: a number or a list of numbers is needed, not {n_heads!r}"
         )
     if isinstance(n_heads, int):
-        _at_least("model.n_heads", n_heads, 0)
+        if n_heads < 0:
+            raise ConfigError(f"model.n_heads: 0 or more is needed, not {n_heads}")
         if model.d_head is None:
             if n_heads == 0 or model.d_model % n_heads:
                 raise ConfigError(
@@ -187,14 +173,8 @@ def check_model(model: ModelConfig) -> None:
         if model.d_head is None:
             raise ConfigError("model.d_head: needed where model.n_heads is a list")
         model.n_heads = list(n_heads)
-    _at_least("model.d_head", model.d_head, 1)
-    if model.clamp_len is not None:
-        _at_least("model.clamp_len", model.clamp_len, 1)
-    elif model.position == "learned":
+    if model.clamp_len is None and model.position == "learned":
         model.clamp_len = model.seq_len + model.mem_len - 1  # the table's last row
-    if model.vocab_size is not None:
-        _at_least("model.vocab_size", model.vocab_size, 2)
-    _at_least("model.div_value", model.div_value, 1)
     if model.embedding == "tied":
         for key, default in (("cutoffs", []), ("div_value", 1)):
             if getattr(model, key) != default:
@@ -214,30 +194,14 @@ def check_model(model: ModelConfig) -> None:
 
 
 def _validate_stage(where: str, stage: StageConfig) -> None:
-    _at_least(f"{where}.steps", stage.steps, 1)
-    _choice("stage.lr.schedule", stage.lr.schedule, f"{where}.lr.schedule")
-    _at_least(f"{where}.lr.warmup_steps", stage.lr.warmup_steps, 0)
-    _at_least(f"{where}.lr.final", stage.lr.final, 0)
-    if stage.lr.peak is not None:
-        _at_least(f"{where}.lr.peak", stage.lr.peak, 0)
-    if stage.distill is not None:
-        if not 0 <= stage.distill.weight <= 1:
-            raise ConfigError(
-                f"{where}.distill.weight: a share from 0 to 1 is needed, not {stage.distill.weight}"
-            )
-        if not 0 < stage.distill.temperature < math.inf:
-            raise ConfigError(
-                f"{where}.distill.temperature: a number above 0 is needed, not "
-                f"{stage.distill.temperature}"
-            )
+    _check_section(where, stage)
     if stage.prune is not None:
         check_prune(f"{where}.prune", stage.prune)
 
 
 def check_prune(where: str, prune: PruneConfig) -> None:
     """A `prune` section alone."""
-    for key in ("method", "sampling", "scope", "noise", "schedule"):
-        _choice(f"stage.prune.{key}", getattr(prune, key), f"{where}.{key}")
+    _check_section(where, prune)
     budgets = {key: getattr(prune, key) for key in (*BUDGETS, "penalty")}
     if sum(value is not None for value in budgets.values()) != 1:
         raise ConfigError(
@@ -246,26 +210,6 @@ def check_prune(where: str, prune: PruneConfig) -> None:
         )
     if prune.penalty is not None and prune.method != "hard_concrete":
         raise ConfigError(f"{where}.penalty: only hard_concrete has one; set {where}.keep")
-    for key in BUDGETS:
-        share = budgets[key]
-        if share is not None and not 0 <= share <= 1:
-            raise ConfigError(f"{where}.{key}: a share from 0 to 1 is needed, not {share}")
-    if prune.penalty is not None:
-        _at_least(f"{where}.penalty", prune.penalty, 0)
-    if not math.isfinite(prune.gate_init):
-        raise ConfigError(f"{where}.gate_init: a number is needed, not {prune.gate_init}")
-    for key in ("warmup_steps", "lagrangian_lr", "min_heads"):
-        _at_least(f"{where}.{key}", getattr(prune, key), 0)
-    for key in ("patience", "batches"):
-        _at_least(f"{where}.{key}", getattr(prune, key), 1)
-    for key in ("gate_lr", "every"):
-        if getattr(prune, key) is not None:
-            _at_least(f"{where}.{key}", getattr(prune, key), 1 if key == "every" else 0)
-    if len(prune.temperature) != 2 or not all(0 < t < math.inf for t in prune.temperature):
-        raise ConfigError(
-            f"{where}.temperature: two numbers above 0 are needed (the stage's first and last), "
-            f"not {prune.temperature}"
-        )
     defaults = PruneConfig()
     for key, methods in ONLY_FOR.items():
         if getattr(prune, key) != getattr(defaults, key) and prune.method not in methods:
@@ -286,15 +230,20 @@ def _near_misses(where: str, section: dict[str, Any], known: tuple[str, ...]) ->
             raise ConfigError(f"unknown key {where}.{key}; did you mean {near[0]}?")
 
 
-def _choice(key: str, value: str, where: str | None = None) -> None:
-    if value not in CHOICES[key]:
-        near = difflib.get_close_matches(str(value), CHOICES[key], 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(
-            f"{where or key}: {value!r} is not one of {', '.join(CHOICES[key])}{hint}"
-        )
-
-
-def _at_least(key: str, value: float, low: float) -> None:
-    if not value >= low or not math.isfinite(value):
-        raise ConfigError(f"{key}: {low} or more is needed, not {value}")
+def _check_section(where: str, section: Any) -> None:
+    """Hold every value of a section, and of those inside it, against what its key allows."""
+    for field in dataclasses.fields(section):
+        name, value = f"{where}.{field.name}", getattr(section, field.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, PruneConfig):
+            _check_section(name, value)
+        found = documentation(field)
+        if found is None or value is None:
+            continue
+        if isinstance(found.allowed, Range) and not found.allowed.holds(value):
+            needed = found.allowed.words("share" if "share" in found.unit else "number")
+            verb = "is" if found.allowed.count is None else "are"
+            raise ConfigError(f"{name}: {needed} {verb} needed, not {value}")
+        if isinstance(found.allowed, tuple) and value not in found.allowed:
+            near = difflib.get_close_matches(str(value), found.allowed, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{name}: {value!r} is not one of {', '.join(found.allowed)}{hint}")

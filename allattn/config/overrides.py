@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from pathlib import PurePath
 from typing import Any
 
 import yaml
@@ -14,15 +15,13 @@ from allattn.config.schema import (
     Config,
     ConfigError,
     DataConfig,
-    DistillConfig,
-    LrConfig,
     ModelConfig,
     OptimizerConfig,
-    PruneConfig,
+    PrepareConfig,
     RunConfig,
-    StageConfig,
     TrainConfig,
 )
+from allattn.config.stages import DistillConfig, LrConfig, PruneConfig, StageConfig
 
 
 def apply_override(config: Any, override: str) -> Any:
@@ -34,9 +33,9 @@ def apply_override(config: Any, override: str) -> Any:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {override!r}: write key=value")
-    parts = key.replace("[", ".[").split(".")
+    parts = _parts(key)
     _check_path(config, parts, key)
-    section, parent = _section(parts[:-1]), key.rpartition(".")[0]
+    section = _section(parts[:-1])
     is_text = dataclasses.is_dataclass(section) and "str" in _field_type(section, parts[-1])
     is_text = is_text and text != "null" and text[:1] not in ("", "'", '"', "[", "{")
     try:
@@ -46,6 +45,31 @@ def apply_override(config: Any, override: str) -> Any:
         raise ConfigError(f"override {override!r}: {text!r} is not a YAML value") from None
     if isinstance(value, str) and not is_text:
         value = _number(value)
+    return _set(config, key, value, override)
+
+
+def apply_value(config: Any, key: str, value: Any) -> Any:
+    """Set one key of an OmegaConf config to a Python value; returns the config.
+
+    Raises:
+        ConfigError: no such key or index, or a value of another type.
+    """
+    if not isinstance(key, str) or not key:
+        raise ConfigError(f"override {key!r}: a key such as 'model.n_layers' is needed")
+    value = str(value) if isinstance(value, PurePath) else value
+    value = list(value) if isinstance(value, tuple) else value
+    _check_path(config, _parts(key), key)
+    return _set(config, key, value, f"{key}={value}")
+
+
+def _parts(key: str) -> list[str]:
+    return key.replace("[", ".[").split(".")
+
+
+def _set(config: Any, key: str, value: Any, override: str) -> Any:
+    """Set a key that exists; `override` is what the user wrote, for the message."""
+    parts = _parts(key)
+    section, parent = _section(parts[:-1]), key.rpartition(".")[0]
     try:
         if (
             dataclasses.is_dataclass(section)
@@ -55,8 +79,13 @@ def apply_override(config: Any, override: str) -> Any:
             # an optional section that is absent so far, such as stages[0].prune
             OmegaConf.update(config, parent, section())
         if isinstance(value, dict | list):
-            reject_unknown_keys({parts[-1]: value}, section, parent, "override")
+            if parts[-1].startswith("["):
+                reject_unknown_keys(value, section, key, "override")
+            else:
+                reject_unknown_keys({parts[-1]: value}, section, parent, "override")
         OmegaConf.update(config, key, value, merge=True)
+    except ConfigError:
+        raise
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(f"override {override!r}: {one_line(error)}") from None
     return config
@@ -117,6 +146,7 @@ _CHILDREN: dict[Any, dict[str, Any]] = {
         "run": RunConfig, "data": DataConfig, "model": ModelConfig, "train": TrainConfig,
         "stages": StageConfig, "deepspeed": None,
     },
+    DataConfig: {"prepare": PrepareConfig},
     TrainConfig: {"optimizer": OptimizerConfig},
     StageConfig: {"lr": LrConfig, "prune": PruneConfig, "distill": DistillConfig},
     PruneConfig: {"remove": None},

@@ -1,64 +1,234 @@
-"""The sections of a config as dataclasses: every key, its default, what it means."""
+"""The sections of a config as dataclasses: every key, its default, and what it means.
+
+The documentation of a key is part of its field (see `keys.py`). The allowed values that stand here
+are those that `checks.py` enforces and that the reference in `configs/README.md` prints. The
+sections of a stage are in `stages.py`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from allattn.config.keys import AT_LEAST_0, AT_LEAST_1, NOT_ALL, Range, key, made_key
+from allattn.config.stages import StageConfig
+
 EXPORT_VERSION = 4  # of the folder that `export` makes; `config.json` names it
+
+PATH = "a path"
 
 
 class ConfigError(ValueError):
     """A config, an override or a command line that cannot be used; the message is one line."""
 
 
+class ArgumentError(ConfigError):
+    """An argument of a function, or an option of a command, that cannot be used.
+
+    Attributes:
+        argument: its name in Python.
+    """
+
+    def __init__(self, argument: str, problem: str, mentions: tuple[str, ...] = ()):
+        """Say what is wrong in Python's spelling; the command line spells it in its own.
+
+        Args:
+            argument: the name in Python, such as `batch_size`.
+            problem: what is wrong and what would be right, with other arguments in braces.
+            mentions: those other arguments.
+        """
+        self.argument, self._problem, self._mentions = argument, problem, mentions
+        super().__init__(self.spelt(str))
+
+    def spelt(self, spell: Callable[[str], str]) -> str:
+        """The message, with every argument's name as `spell` writes it."""
+        text = self._problem
+        for name in self._mentions:
+            text = text.replace(f"{{{name}}}", spell(name))
+        return f"{spell(self.argument)}: {text}"
+
+
+class UnavailableError(ArgumentError):
+    """An argument that is right in itself, but asks for what this machine does not have."""
+
+
 @dataclass
 class RunConfig:
-    """Where a run lives."""
+    """Where a run lives, and what it starts from."""
 
-    name: str = "run"
-    dir: str = "runs"
-    seed: int = 1
-    init_from: str | None = None  # a run, checkpoint or export whose weights to start from
-    init_structure: str | None = None  # one whose head counts to take, with fresh weights
+    name: str = key(
+        "run", "The run's folder is `run.dir/run.name`.", allowed="a folder name without `/`"
+    )
+    dir: str = key("runs", "The folder in which runs lie.", allowed=PATH)
+    seed: int = key(
+        1,
+        "Fixes the initial weights, dropout, the noise of the gates and everything else that is "
+        "random. The same config with the same seed gives the same run.",
+        unit="number",
+        allowed=Range(low=0, high=2**63 - 1),
+    )
+    init_from: str | None = key(
+        None,
+        "Start from the weights and head counts of another run, checkpoint or export.",
+        allowed=PATH,
+    )
+    init_structure: str | None = key(
+        None,
+        "Take only the head counts of another run, checkpoint or export, with fresh weights.",
+        allowed=PATH,
+    )
+
+
+@dataclass
+class PrepareConfig:
+    """How `train` prepares the corpus where there is none yet.
+
+    Without this section, which is the default, the corpus has to be there.
+    """
+
+    dataset: str = key(
+        "tiny", "The text to prepare.", allowed=("tiny", "wikitext-2", "wikitext-103")
+    )
+    source: str | None = key(
+        None, "Where the files of WikiText are; `tiny` ships with allattn.", allowed=PATH
+    )
+    tokenizer: str = key(
+        "word",
+        "How text becomes tokens.",
+        allowed=("word", "sentencepiece", "byte"),
+    )
+    vocab_size: int | None = key(
+        None,
+        "Number of pieces, only for `tokenizer: sentencepiece`. The default, null, means 4,000.",
+        unit="tokens",
+        allowed=AT_LEAST_1,
+    )
 
 
 @dataclass
 class DataConfig:
     """The prepared corpus (`allattn prepare`)."""
 
-    dir: str = "data/tiny"
-    shift: bool = False  # start each pass at another token, drawn from run.seed
+    dir: str = key("data/tiny", "The folder that `allattn prepare` wrote.", allowed=PATH)
+    shift: bool = key(
+        False,
+        "Start each pass over the corpus at another of the first `model.seq_len` tokens, drawn "
+        "from `run.seed`, so that segments are cut elsewhere in every pass.",
+    )
+    prepare: PrepareConfig | None = None
 
 
 @dataclass
 class ModelConfig:
     """Shape of a `TransformerLM`.
 
-    All-attention has n_persistent > 0 and d_ff = 0, Transformer-XL the reverse.
+    All-attention has n_persistent > 0 and d_ff = 0; Transformer-XL has the reverse.
     """
 
-    n_layers: int = 6
-    d_model: int = 256
-    n_heads: Any = 8  # one number, or one for each layer (0 is allowed there)
-    d_head: int | None = None  # default d_model / n_heads; needed where n_heads is a list
-    n_persistent: int = 512
-    # a learned bias a head on the persistent scores, first so that they get about this share of the
-    # softmax; None: no bias, as in the papers
-    persistent_share: float | None = None
-    d_ff: int = 0
-    seq_len: int = 64
-    mem_len: int = 64
-    clamp_len: int | None = None  # distances beyond it count as this one; None: no limit
-    same_length: bool = False  # every query sees itself and mem_len positions before it, never more
-    position: str = "sinusoidal"
-    dropout: float = 0.1
-    attn_dropout: float = 0.0
-    embedding: str = "tied"
-    cutoffs: list[int] = field(default_factory=list)  # adaptive: first ids of the rarer clusters
-    div_value: int = 1  # adaptive: each cluster's width is the one before divided by this
-    vocab_size: int | None = None  # default: the corpus decides
-    attention: str = "auto"
+    n_layers: int = key(6, "Number of layers.", unit="layers", allowed=AT_LEAST_1)
+    d_model: int = key(
+        256,
+        "Width of the model. It has to be even where `model.position` is `sinusoidal`.",
+        unit="dimensions",
+        allowed=AT_LEAST_1,
+    )
+    n_heads: Any = key(
+        8,
+        "Heads of every layer, or a list with the heads of each layer, from the first to the last. "
+        "A pruned model is a model with such a list.",
+        unit="heads",
+        allowed="1 or more, or a list of `model.n_layers` numbers, each 0 or more",
+        type="whole number, or list of whole numbers",
+    )
+    d_head: int | None = key(
+        None,
+        "Width of a head. The default, null, means d_model / n_heads; where `model.n_heads` is a "
+        "list, a number is needed.",
+        unit="dimensions",
+        allowed=AT_LEAST_1,
+    )
+    n_persistent: int = key(
+        512,
+        "Persistent vectors per head: learned keys and values that every query sees.",
+        unit="vectors",
+        allowed=AT_LEAST_0,
+    )
+    persistent_share: float | None = key(
+        None,
+        "Adds a learned bias per head to the scores of the persistent vectors, which starts so "
+        "that they receive about this share of the softmax. The default, null, means no bias, as "
+        "in the papers. `model.n_persistent` has to be above 0.",
+        unit="share of the softmax",
+        allowed=Range(low=0, high=1, above=True, below=True),
+    )
+    d_ff: int = key(
+        0,
+        "Width of the feed-forward block; 0 means that there is none.",
+        unit="dimensions",
+        allowed=AT_LEAST_0,
+    )
+    seq_len: int = key(64, "Length of a segment.", unit="tokens", allowed=AT_LEAST_1)
+    mem_len: int = key(
+        64, "How many earlier positions the memory holds.", unit="tokens", allowed=AT_LEAST_0
+    )
+    clamp_len: int | None = key(
+        None,
+        "Larger distances count as this one. The default, null, means no limit; with learned "
+        "positions it means the size of their table, seq_len + mem_len - 1.",
+        unit="tokens",
+        allowed=AT_LEAST_1,
+    )
+    same_length: bool = key(
+        False,
+        "Every query sees itself and exactly the `model.mem_len` positions before it. Otherwise "
+        "the later queries of a segment see more.",
+    )
+    position: str = key(
+        "sinusoidal",
+        "How the distance between a query and a key is encoded.",
+        allowed=("sinusoidal", "learned"),
+    )
+    dropout: float = key(
+        0.1,
+        "Dropout of embeddings, of each block's output and of the last hidden layer.",
+        unit="share of the values",
+        allowed=NOT_ALL,
+    )
+    attn_dropout: float = key(
+        0.0, "Dropout of attention weights.", unit="share of the weights", allowed=NOT_ALL
+    )
+    embedding: str = key(
+        "tied",
+        "`tied` uses one matrix for input and output. `adaptive` gives rarer tokens narrower "
+        "embeddings, for large word vocabularies.",
+        allowed=("tied", "adaptive"),
+    )
+    cutoffs: list[int] = made_key(
+        list,
+        "Only for `embedding: adaptive`: the first ids of the clusters of rarer tokens.",
+        unit="token ids",
+        allowed="rising, each 1 or more and below the vocabulary's size",
+    )
+    div_value: int = key(
+        1,
+        "Only for `embedding: adaptive`: each cluster's width is that of the one before, divided "
+        "by this.",
+        unit="factor",
+        allowed=AT_LEAST_1,
+    )
+    vocab_size: int | None = key(
+        None,
+        "Number of token types. The default, null, means that of the corpus.",
+        unit="tokens",
+        allowed=Range(low=2),
+    )
+    attention: str = key(
+        "auto",
+        "How attention is computed: `reference` follows the equation, `fused` gives the same "
+        "result faster and in less memory, `auto` takes the fastest that fits and says which.",
+        allowed=("auto", "reference", "fused"),
+    )
 
     @property
     def family(self) -> str:
@@ -74,7 +244,7 @@ class ModelConfig:
 
     @property
     def heads(self) -> list[int]:
-        """Head counts, one a layer."""
+        """The number of heads of each layer."""
         return (
             [self.n_heads] * self.n_layers if isinstance(self.n_heads, int) else list(self.n_heads)
         )
@@ -82,102 +252,102 @@ class ModelConfig:
 
 @dataclass
 class OptimizerConfig:
-    """Adam with decoupled weight decay; `lr` is the peak that the stages' schedules scale."""
+    """The optimiser. `lr` is the peak rate that the stages' schedules scale."""
 
-    name: str = "adamw"  # or muon: Muon for the layers' matrices, AdamW for the rest; no DeepSpeed
-    lr: float = 5e-4
-    weight_decay: float = 0.01
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
+    name: str = key(
+        "adamw",
+        "`adamw` is Adam with decoupled weight decay. `muon` moves the layers' matrices by Muon "
+        "and the rest by AdamW, in one process without DeepSpeed.",
+        allowed=("adamw", "muon"),
+    )
+    lr: float = key(5e-4, "Peak learning rate.", unit="per step", allowed=AT_LEAST_0)
+    weight_decay: float = key(
+        0.01, "Decoupled weight decay, times the rate.", unit="per step", allowed=AT_LEAST_0
+    )
+    betas: list[float] = made_key(
+        lambda: [0.9, 0.999],
+        "Decay of Adam's running means of the gradient and of its square.",
+        unit="share kept per step",
+        allowed=Range(low=0, high=1, below=True, count=2),
+    )
+    eps: float = key(
+        1e-8, "Adam adds this to the denominator.", unit="size of a gradient", allowed=AT_LEAST_0
+    )
 
 
 @dataclass
 class TrainConfig:
-    """What every stage shares. Batch sizes count lanes (contiguous streams of the corpus)."""
+    """What all stages share. Batch sizes count lanes: contiguous streams of the corpus."""
 
-    batch_size: int = 32  # of all ranks together
-    micro_batch_size: int | None = None  # lanes a rank takes at a time; default: all of its lanes
-    eval_batch_size: int = 8
-    precision: str = "fp32"
-    clip_norm: float = 0.25  # of the gradient over all parameters; 0: no clipping
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    eval_every: int = 200
-    save_every: int = 200
-    keep_last: int | None = (
-        None  # checkpoints that stay, and the best by valid perplexity; None: all
+    batch_size: int = key(32, "Lanes of all ranks together.", unit="lanes", allowed=AT_LEAST_1)
+    micro_batch_size: int | None = key(
+        None,
+        "Lanes that a rank computes at a time. It has to divide `train.batch_size`. The default, "
+        "null, means all lanes of the rank.",
+        unit="lanes",
+        allowed=AT_LEAST_1,
     )
-    save_error: str = "stop"  # a checkpoint that cannot be written (a full disk): stop, or continue
-    non_finite: str = "stop"  # a NaN or infinite loss or gradient: stop, or skip the update
-    max_skipped: int = 10  # updates skipped in a run before it stops all the same
-    log_every: int = 10
-    compile: bool = False  # torch.compile on each layer (needs a C++ compiler on the CPU)
-    activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
-    engine: str = "auto"  # auto: DeepSpeed under its launcher, else one plain process
-    device: str = "auto"
-
-
-@dataclass
-class LrConfig:
-    """Learning-rate schedule of one stage, as a factor on a peak rate."""
-
-    schedule: str = "constant"
-    warmup_steps: int = 0
-    peak: float | None = None  # default: train.optimizer.lr
-    final: float = 0.0  # share of the peak at the stage's end (linear, cosine)
-
-
-@dataclass
-class PruneConfig:
-    """Pruning within a stage. One of the budgets, or `penalty`, sets the target.
-
-    Shares are of the run's first model; a budget in parameters or FLOPs is met by the nearest
-    number of heads (of the layers alone: no embeddings, no norms).
-    """
-
-    method: str = "hard_concrete"
-    keep: float | None = None  # share of the heads that is left at the stage's end
-    keep_params: float | None = None  # the same of the layers' parameters
-    keep_flops: float | None = None  # the same of the layers' FLOPs a token
-    penalty: float | None = None  # hard_concrete: weight of the expected number of open heads
-    scope: str = "global"  # global: heads go wherever they are; layer: the same share everywhere
-    min_heads: int = 0  # so many stay in every layer that has them
-    warmup_steps: int = 0  # steps over which the penalty, or the target, grows to its full value
-    output_scaling: bool = True  # multiply a layer's output by heads / open heads
-    gate_init: float = 2.0  # hard_concrete, subset: log_alpha at the start
-    gate_lr: float | None = None  # peak rate of the gates; default: 10 x the stage's
-    noise: str = "step"  # one draw of the gates a step, or one for every sequence of it
-    sampling: str = "soft"  # hard_concrete: the forward pass sees a gate's value, or 0/1
-    lagrangian_lr: float = 0.1  # hard_concrete: ascent rate of the two multipliers of a target
-    temperature: list[float] = field(default_factory=lambda: [1.0, 0.1])  # subset: first and last
-    batches: int = 8  # importance: segments of every lane to score on
-    normalize: bool = True  # importance: divide a layer's scores by their L2 norm
-    every: int | None = None  # scored methods: steps between cuts; default: one cut at the start
-    schedule: str = "cubic"  # scored methods, with `every`: how the target falls
-    remove: Any = "end"
-    patience: int = 2  # remove {every: N}: checks in a row that must find a gate closed
-
-
-@dataclass
-class DistillConfig:
-    """Learn from the dense model: (1 - weight) cross-entropy + weight KL(dense || this).
-
-    The dense model is the run's as it was when its first stage with pruning or distillation began,
-    frozen. Both are softened by the temperature, the term multiplied by its square (Hinton 2015).
-    """
-
-    weight: float = 0.5
-    temperature: float = 1.0
-
-
-@dataclass
-class StageConfig:
-    """A number of optimiser steps with one schedule and, optionally, pruning."""
-
-    name: str = "train"
-    steps: int = 1000
-    lr: LrConfig = field(default_factory=LrConfig)
-    prune: PruneConfig | None = None
-    distill: DistillConfig | None = None
+    eval_batch_size: int = key(
+        8, "Lanes of an evaluation. It changes only speed.", unit="lanes", allowed=AT_LEAST_1
+    )
+    precision: str = key(
+        "fp32",
+        "Precision of matrix products. Weights, softmax, loss and gates stay in float32. `fp16` "
+        "scales the loss.",
+        allowed=("fp32", "bf16", "fp16"),
+    )
+    clip_norm: float = key(
+        0.25,
+        "Largest norm of the gradient over all parameters; 0 means no clipping.",
+        unit="norm of the gradient",
+        allowed=AT_LEAST_0,
+    )
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    eval_every: int = key(
+        200, "Evaluate on the valid split this often.", unit="steps", allowed=AT_LEAST_1
+    )
+    save_every: int = key(200, "Write a checkpoint this often.", unit="steps", allowed=AT_LEAST_1)
+    keep_last: int | None = key(
+        None,
+        "How many of the newest checkpoints stay, besides the best by valid perplexity. The "
+        "default, null, means all.",
+        unit="checkpoints",
+        allowed=AT_LEAST_1,
+    )
+    save_error: str = key(
+        "stop",
+        "What to do when a checkpoint cannot be written, for example on a full disk.",
+        allowed=("stop", "continue"),
+    )
+    non_finite: str = key(
+        "stop",
+        "What to do at a NaN or infinite loss or gradient: stop the run, or skip the update.",
+        allowed=("stop", "skip"),
+    )
+    max_skipped: int = key(
+        10,
+        "With `non_finite: skip`, how many updates a run may skip before it stops.",
+        unit="updates",
+        allowed=AT_LEAST_0,
+    )
+    log_every: int = key(10, "Log the training loss this often.", unit="steps", allowed=AT_LEAST_1)
+    compile: bool = key(
+        False,
+        "Use torch.compile on each layer. On a CPU this needs a C++ compiler and takes several "
+        "minutes at the start.",
+    )
+    activation_checkpointing: bool = key(
+        False, "Recompute each layer in the backward pass, which saves memory and costs time."
+    )
+    engine: str = key(
+        "auto",
+        "`auto` takes DeepSpeed under its launcher, and one plain process otherwise.",
+        allowed=("auto", "local", "deepspeed"),
+    )
+    device: str = key(
+        "auto", "Where to train. `auto` takes a GPU if there is one.",
+        allowed=("auto", "cpu", "cuda"),
+    )  # fmt: skip
 
 
 @dataclass
@@ -189,4 +359,9 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     stages: list[StageConfig] = field(default_factory=list)
-    deepspeed: dict[str, Any] = field(default_factory=dict)  # passed through to DeepSpeed
+    deepspeed: dict[str, Any] = made_key(
+        dict,
+        "Passed on to DeepSpeed, for example `zero_optimization: {stage: 2}`. Batch sizes, "
+        "clipping, precision and the optimiser belong in `train` instead.",
+        allowed="DeepSpeed's own keys",
+    )

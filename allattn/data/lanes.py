@@ -37,7 +37,7 @@ class Corpus:
         path = self.dir / DATA_FILE
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path}: no such file; run `allattn prepare ... --out {self.dir}` first"
+                f"{path}: no such file; run `{prepare_command(self.dir)}` first"
             )
         try:
             self.info: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -115,6 +115,16 @@ class Corpus:
                         f"{path}: token id {highest} in a vocabulary of {self.vocab_size}; "
                         "prepare the corpus again"
                     )
+
+
+def prepare_command(folder: Path) -> str:
+    """The command that would make a corpus, as far as the folder's name tells of which text."""
+    texts = {
+        "tiny": "--dataset tiny",
+        "wikitext-2": "--dataset wikitext-2 --source FOLDER",
+        "wikitext-103": "--dataset wikitext-103 --source FOLDER",
+    }.get(folder.name, "--train FILE --valid FILE")
+    return f"allattn prepare {texts} --out {folder}"
 
 
 class Lanes:

@@ -16,12 +16,15 @@ from allattn.training.state import write_json
 
 
 def compare(
-    paths: list[str], out: str | Path, data: str | None = None, device: torch.device | None = None
+    paths: list[tuple[str, Path]],
+    out: str | Path,
+    data: str | Path | None = None,
+    device: torch.device | None = None,
 ) -> list[dict[str, Any]]:
     """Evaluate each on valid and test; write `compare.json`, `compare.txt` and `compare.png`.
 
     Args:
-        paths: folders, each optionally as `LABEL=PATH`.
+        paths: the label and the folder of each.
         out: folder for the results.
         data: a prepared corpus, where it is not the one of training.
         device: where to evaluate.
@@ -30,7 +33,7 @@ def compare(
         Rows as in `compare.json`.
     """
     out = Path(out)
-    rows = [_row(path, data, device) for path in paths]
+    rows = [_row(label, path, data, device) for label, path in paths]
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "compare.json", rows)
     (out / "compare.txt").write_text(table(rows) + "\n", encoding="utf-8")
@@ -38,8 +41,9 @@ def compare(
     return rows
 
 
-def _row(path: str, data: str | None, device: torch.device | None) -> dict[str, Any]:
-    label, _, folder = path.rpartition("=")
+def _row(
+    label: str, folder: Path, data: str | Path | None, device: torch.device | None
+) -> dict[str, Any]:
     source = open_source(folder)
     corpus = source.corpus(data)
     results = {
@@ -52,7 +56,7 @@ def _row(path: str, data: str | None, device: torch.device | None) -> dict[str, 
     best = results.get("test") or results["valid"]
     heads = source.config.heads
     return {
-        "run": label or folder,
+        "run": label,
         "family": source.config.family,
         "keep": sum(heads) / max(source.run["run_heads"], 1),
         "heads": heads,

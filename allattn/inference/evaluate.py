@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from allattn.config import ConfigError, ModelConfig
+from allattn.config import ArgumentError, ModelConfig
 from allattn.data.lanes import Corpus
 from allattn.data.sources import Text, find_texts, read_blocks
 from allattn.data.tokenizers import Tokenizer
@@ -59,11 +59,13 @@ def evaluate_source(
         device: where to compute.
     """
     if per_line and text is None:
-        raise ConfigError("--per-line: lines belong to a text; name it with --text")
+        raise ArgumentError("per_line", "lines belong to a text; name it with {text}", ("text",))
     if per_line and mem_len:
-        raise ConfigError(f"--mem-len: a line by itself has no memory, so not {mem_len} but 0")
+        raise ArgumentError("mem_len", f"a line by itself has no memory, so not {mem_len} but 0")
     if per_line and same_length:
-        raise ConfigError("--same-length: a line by itself has no mem_len tokens before each token")
+        raise ArgumentError(
+            "same_length", "a line by itself has no mem_len tokens before each token"
+        )
     changes = {
         "seq_len": seq_len, "mem_len": 0 if per_line else mem_len, "clamp_len": clamp_len,
         "same_length": False if per_line else same_length,
@@ -71,9 +73,9 @@ def evaluate_source(
     for key in ("seq_len", "mem_len", "clamp_len"):
         value = changes[key]
         if value is not None and value < (0 if key == "mem_len" else 1):
-            raise ConfigError(f"--{key.replace('_', '-')}: {value} is too small")
+            raise ArgumentError(key, f"{value} is too small")
     if batch_size < 1:
-        raise ConfigError(f"--batch-size: {batch_size} is too small")
+        raise ArgumentError("batch_size", f"{batch_size} is too small")
     model = build_model(
         source.weights, **{key: value for key, value in changes.items() if value is not None}
     ).to(device or "cpu")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from allattn.config import ConfigError
+from allattn.config import ArgumentError
 from allattn.config.schema import EXPORT_VERSION
 from allattn.data.checksum import sha256
 from allattn.data.lock import alone
@@ -90,7 +90,7 @@ def export(
     if out.is_symlink() or not out.name:  # what it names is replaced, not the name
         out = out.resolve()
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+_-]*", license):
-        raise ConfigError(f"--license: a name such as apache-2.0 is needed, not {license!r}")
+        raise ArgumentError("license", f"a name such as apache-2.0 is needed, not {license!r}")
     with alone(out):
         _check_place(out, overwrite, source)
         return _export(source, out, write, check, license)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allattn.config import ConfigError
+from allattn.config import ArgumentError
 from allattn.data.lanes import Corpus
 from allattn.inference import onnx, pt2
 from allattn.inference.export import Write, write_weights
@@ -65,14 +65,20 @@ def writer(
         ConfigError, ValueError: what cannot be, or what is not installed.
     """
     if format != "pt2" and aot:
-        raise ConfigError(f"--aot: compiles a program of --format pt2, not of {format}")
+        raise ArgumentError(
+            "aot", f"compiles a program of {{format}} pt2, not of {format}", ("format",)
+        )
     if format == "hf" and seq_len is not None:
-        raise ConfigError("--seq-len: weights have no longest call; for --format onnx or pt2")
+        raise ArgumentError(
+            "seq_len", "weights have no longest call; for {format} onnx or pt2", ("format",)
+        )
     if seq_len is not None and seq_len < 1:
-        raise ConfigError(f"--seq-len: 1 or more is needed, not {seq_len}")
+        raise ArgumentError("seq_len", f"1 or more is needed, not {seq_len}")
     if format != "onnx" and numbers.dtype == "int8":
-        raise ConfigError(
-            "--dtype int8: --format onnx has it; PyTorch's own covers no persistent vectors"
+        raise ArgumentError(
+            "dtype",
+            "{format} onnx has int8; PyTorch's own quantisation covers no persistent vectors",
+            ("format",),
         )
     if format == "hf":
         return lambda source, folder, info: _write_weights(source, folder, info, numbers)

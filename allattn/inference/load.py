@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from allattn.config import ModelConfig
+from allattn.config import ArgumentError, ModelConfig, UnavailableError
 from allattn.data.lanes import Corpus
 from allattn.data.tokenizers import Tokenizer, load_tokenizer
 from allattn.model.transformer import TransformerLM
@@ -69,7 +69,7 @@ class Source:
             run["first_heads"] = [max([even, *(i + 1 for i in ids)]) for ids in run["head_ids"]]
         return run
 
-    def corpus(self, data_dir: str | None = None) -> Corpus:
+    def corpus(self, data_dir: str | Path | None = None) -> Corpus:
         """The corpus to evaluate on; it must have this model's tokenizer.
 
         Raises:
@@ -106,7 +106,7 @@ class Source:
 
 
 def open_corpus(
-    data_dir: str | None, trained_on: str | Path, fingerprint: str, model: Path
+    data_dir: str | Path | None, trained_on: str | Path, fingerprint: str, model: Path
 ) -> Corpus:
     """The corpus to evaluate a model on.
 
@@ -149,14 +149,17 @@ def open_source(path: str | Path) -> Source:
 
 
 def load_pretrained(path: str | Path, **changes: Any) -> TransformerLM:
-    """The model of a run, a checkpoint or an export, in evaluation mode, on the CPU, float32.
+    """Load a model in evaluation mode, on the CPU, in float32.
 
     Args:
-        path: the folder.
-        **changes: fields of `ModelConfig` that weights do not depend on, such as `mem_len`.
+        path: A run (its final model, or else its newest checkpoint), a checkpoint or an export.
+        **changes: Fields of `ModelConfig` that weights do not depend on, such as `mem_len`.
+
+    Returns:
+        The model, a `torch.nn.Module`; heads that were pruned are not in it.
 
     Raises:
-        ValueError: nothing usable there, or a change that the weights forbid.
+        ValueError: Nothing usable is there, or the weights forbid a change.
     """
     return build_model(load_weights(path), **changes)
 
@@ -176,9 +179,15 @@ def build_model(weights: Weights, **changes: Any) -> TransformerLM:
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto`, `cpu` or `cuda` to a device."""
+    """`auto`, `cpu` or `cuda` to a device.
+
+    Raises:
+        ArgumentError: It is none of these, or there is no such device here.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise ArgumentError("device", f"auto, cpu or cuda is needed, not {name!r}")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device: cuda is not available here; use auto or cpu")
+        raise UnavailableError("device", "cuda is not available here; use auto or cpu")
     return torch.device(name)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allattn.config import UnavailableError
 from allattn.inference.numbers import DTYPES
 from allattn.inference.programs import Call, Program, trace
 
@@ -33,7 +34,9 @@ def need_onnx() -> None:
         ValueError: naming what is missing.
     """
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"--format onnx: needs {', '.join(missing)}; pip install 'allattn[onnx]'")
+        raise UnavailableError(
+            "format", f"onnx needs {', '.join(missing)}; pip install 'allattn[onnx]'"
+        )
 
 
 def need_onnxruntime() -> None:
@@ -54,9 +57,7 @@ def to_onnx(program: Program) -> Any:
     """
     size = sum(t.numel() * 4 for t in program.state_dict().values())
     if size > _ONE_FILE:
-        raise ValueError(
-            f"--format onnx: {size / 1e9:.1f} GB of float32 weights do not fit one ONNX file (2 GB)"
-        )
+        raise ValueError(f"{size / 1e9:.1f} GB of float32 weights do not fit one ONNX file (2 GB)")
     names = program.state_names()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from allattn.config import UnavailableError
 from allattn.inference.programs import Call, Program, trace
 
 MODEL_FILE = "model.pt2"
@@ -30,8 +31,8 @@ def need_compiler() -> None:
         c for c in (config.cpp.cxx if isinstance(config.cpp.cxx, tuple) else (config.cpp.cxx,)) if c
     ]
     if not any(shutil.which(name) for name in wanted):
-        raise ValueError(
-            f"--aot: needs a C++ compiler ({' or '.join(wanted)}); install g++, or set CXX to one"
+        raise UnavailableError(
+            "aot", f"needs a C++ compiler ({' or '.join(wanted)}); install g++, or set CXX to one"
         )
 
 

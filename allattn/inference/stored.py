@@ -72,7 +72,7 @@ def open_program(folder: str | Path) -> StoredProgram | None:
     return StoredProgram(folder, info)
 
 
-def evaluate_program(program: StoredProgram, data: str | None, split: str) -> dict[str, Any]:
+def evaluate_program(program: StoredProgram, data: str | Path | None, split: str) -> dict[str, Any]:
     """As `evaluate.evaluate`, for a program.
 
     Args:

@@ -7,14 +7,8 @@ PyTorch. Shapes: as in `fused.py`.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import math
-import os
-import platform
-import shutil
 import subprocess
-import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("fused_cpu.cpp")
+from allattn.model.build import SECONDS, build
+
 DTYPES = (torch.float32, torch.bfloat16)
-_FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC"]
-_SECONDS = 120  # a compiler that takes longer is stopped
 
 
 class _Shape(ctypes.Structure):
@@ -186,8 +179,7 @@ def _shape(
 def load() -> tuple[Kernel | None, str]:
     """The kernel, or None, and the reason in words; built and tried once a process."""
     try:
-        path = _build()
-        kernel = Kernel(path)
+        kernel = Kernel(build(Kernel))
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         return None, f"no compiled kernel: {_in_a_line(error)}"
     wrong = _self_check(kernel)
@@ -200,76 +192,8 @@ def _in_a_line(error: Exception) -> str:
         lines = [line for line in (error.stderr or "").splitlines() if "error" in line]
         return f"the compiler failed: {(lines or ['no message'])[0].strip()}"
     if isinstance(error, subprocess.TimeoutExpired):
-        return f"the compiler took more than {_SECONDS} s"
+        return f"the compiler took more than {SECONDS} s"
     return str(error).splitlines()[0]
-
-
-def _folder() -> Path:
-    """Where builds are kept: the user's cache, or the temporary folder where there is no home."""
-    base = os.environ.get("TORCH_EXTENSIONS_DIR") or os.environ.get("XDG_CACHE_HOME")
-    for folder in (Path(base) if base else Path.home() / ".cache", Path(tempfile.gettempdir())):
-        try:
-            (folder / "allattn").mkdir(parents=True, exist_ok=True, mode=0o700)
-            # what others could have put there is not run
-            if (folder / "allattn").stat().st_uid == os.getuid():
-                return folder / "allattn"
-        except OSError:
-            continue
-    raise OSError("no folder to build it in")
-
-
-def _compiler() -> str:
-    """Path of a C++ compiler."""
-    wanted = os.environ.get("CXX")
-    for name in [wanted] if wanted else ["g++", "c++", "clang++"]:
-        path = shutil.which(name)
-        if path:
-            return path
-    raise OSError(f"no C++ compiler ({wanted or 'g++, c++, clang++'}) on the PATH")
-
-
-def _cpu() -> str:
-    """What `-march=native` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return "".join(sorted({x for x in lines if x.startswith(("model", "flags", "Features"))}))
-    except OSError:
-        return platform.machine() + platform.processor()
-
-
-def _build() -> Path:
-    """The library's path; compiled if this source was not yet, for this CPU.
-
-    Each build has a folder of its own, and its result is moved to its name in one step. So several
-    processes may start at once (each builds, to the same result), and one that is killed leaves
-    nothing that another would wait for or mistake for a whole library.
-    """
-    what = "\n".join([SOURCE.read_text(encoding="utf-8"), *_FLAGS, _cpu()])
-    folder = _folder()
-    path = folder / f"fused_cpu-{hashlib.sha256(what.encode()).hexdigest()[:16]}.so"
-    if path.exists():
-        return path
-    compiler = _compiler()
-    print("allattn: compiling the attention kernel, once: about 10 s", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        compiled, linked = Path(own) / "fused_cpu.o", Path(own) / "fused_cpu.so"
-        # linked without an OpenMP library: PyTorch's is loaded, and a second one would mean a
-        # second set of threads that compete with the first
-        for arguments in (
-            [*_FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
-            ["-shared", str(compiled), "-o", str(linked)],
-        ):
-            subprocess.run(
-                [compiler, *arguments],
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=_SECONDS,
-                stdin=subprocess.DEVNULL,
-            )
-        Kernel(linked)  # what cannot be loaded is not kept
-        os.replace(linked, path)
-    return path
 
 
 def _self_check(kernel: Kernel) -> str | None:

@@ -22,6 +22,7 @@ from allattn.model.scoring import perplexity
 from allattn.model.transformer import TransformerLM, flops_per_token
 from allattn.pruning.budget import stage_table
 from allattn.pruning.schedule import Schedule
+from allattn.training.corpus import open_corpus, prepare_corpus
 from allattn.training.distill import Teacher, check_teacher, first_stage, save_teacher
 from allattn.training.engine import connect
 from allattn.training.live import LiveModel
@@ -74,7 +75,7 @@ class Trainer:
             ConfigError, ValueError, FileNotFoundError: what a user can mend, in one line.
         """
         self.config = config = dataclasses.replace(config)
-        self.corpus = Corpus(config.data.dir)
+        corpus = open_corpus(config.data)
         self.run_dir = Path(config.run.dir) / config.run.name
         self.world = connect(config)
         check_lanes(config, self.world)
@@ -87,7 +88,12 @@ class Trainer:
         if self.world.rank == 0 and self.run_dir.exists():
             # before anything is read: another process may be about to write the newest checkpoint
             self.lock = lock_folder(self.run_dir)
-        self.world.barrier()  # also: every rank has looked at the folder before rank 0 makes it
+        if corpus is None and self.world.rank == 0:
+            prepare_corpus(config.data)
+        # every rank has looked at the run's folder before rank 0 makes it, and rank 0 has prepared
+        # the corpus before another opens it
+        self.world.barrier()
+        self.corpus = corpus or Corpus(config.data.dir)
         checkpoints = checkpoints_of(self.run_dir)
         if not checkpoints and (self.run_dir / "final").exists():
             raise ConfigError(

@@ -132,5 +132,5 @@ def test_refusals(finished_run, poem, tmp_path, capsys):
     poem.write_bytes(b"fine\n\xff")
     assert main(["evaluate", run, "--text", str(poem), "--per-line"]) == 1
     assert "line 2: byte 0xFF" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="per-line"):
+    with pytest.raises(ConfigError, match="per_line"):
         evaluate_source(open_source(run), None, "valid", per_line=True)

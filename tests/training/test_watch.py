@@ -83,7 +83,7 @@ def test_lines_have_p_open_of_the_runs_first_heads(finished_run):
 
 
 def test_non_embedding_parameters_are_those_that_show_counts(trainer):
-    from allattn.cli.commands import describe
+    from allattn import describe
 
     run = trainer()
     expected = describe(run.config)["params_non_embedding"]

@@ -18,8 +18,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import allattn
 from allattn.config import ConfigError, load_config
-from allattn.inference.compare import compare, table
+from allattn.inference.compare import table
 
 
 def split_values(text: str) -> list[str]:
@@ -93,9 +94,9 @@ def main(argv: list[str] | None = None) -> int:
         if status:
             failed.append(name)
             print(f"[{i}/{len(runs)}] {name}: failed, status {status}", file=sys.stderr)
-    done = [f"{name}={out / name}" for name in runs if finished(out / name)]
+    done = {name: out / name for name in runs if finished(out / name)}
     if done:
-        print(table(compare(done, out / "compare")))
+        print(table(allattn.compare(done, out / "compare", device="cpu")))
     return 1 if failed else 0
 
 

@@ -1,0 +1,1 @@
+"""What allattn finds on this machine: versions, devices, compiler, speed."""
