@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from allattn.api.arguments import at_least, folder, seed_of
+from allattn.api.arguments import at_least, folder, one_of, seed_of
 from allattn.config import ArgumentError, PruneConfig
 
 METHODS = ("importance", "magnitude", "random")
@@ -64,6 +64,7 @@ def evaluate(
             "data", "a text needs no corpus; give {text} or {data}, not both", ("text", "data")
         )
     at_least("batch_size", batch_size, 1)
+    one_of("device", device, ("auto", "cpu", "cuda"))
     program = open_program(path)
     if program is not None:
         fixed = {
@@ -182,7 +183,7 @@ def prune(
         source.corpus(data),
         settings,
         budget,
-        shares,
+        [float(share) for share in shares],
         split=split,
         batch_size=batch_size,
         rescore=rescore,

@@ -2,7 +2,7 @@
 
 Exit status: 0 done, 1 the run failed, 2 wrong usage or config, 75 stopped by SIGTERM and saved.
 Results go to stdout (with --json one object and nothing else), everything else to stderr. A user's
-error is one line.
+error is one line, and with --debug its traceback above it; a mistake of ours always has one.
 """
 
 from __future__ import annotations
