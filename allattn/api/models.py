@@ -1,4 +1,4 @@
-"""Measure and prune trained models.
+"""Measures and prunes trained models.
 
 Every `path` is a run (its final model, or else its newest checkpoint), a checkpoint or an export.
 """
@@ -230,7 +230,7 @@ def compare(
 
 
 def _named(path: str | Path) -> tuple[str, Path]:
-    """The label and the folder of `LABEL=PATH`; a folder that exists is its own label."""
+    """Split `LABEL=PATH`; a folder that exists under the whole name is its own label."""
     label, _, folder_name = str(path).rpartition("=")
     if not label or Path(path).exists():
         return str(path), Path(path)

@@ -1,4 +1,4 @@
-"""The corpus of a run, prepared first where the config says how and there is none yet."""
+"""Opens the corpus of a run, and prepares it first where the config says how."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from allattn.training.ranks import World
 
 
 def open_corpus(data: DataConfig) -> Corpus | None:
-    """The prepared corpus, or None where it is to be prepared first.
+    """Open the prepared corpus; None means that it is to be prepared first.
 
     Raises:
         ValueError, FileNotFoundError: It is damaged, or absent without a `data.prepare`.
@@ -25,7 +25,7 @@ def open_corpus(data: DataConfig) -> Corpus | None:
 
 
 def prepare_missing(corpus: Corpus | None, data: DataConfig, world: World) -> Corpus:
-    """The corpus, which rank 0 prepares where it is missing; all ranks must call this.
+    """Return the corpus, which rank 0 prepares where it is missing; all ranks must call this.
 
     Args:
         corpus: What `open_corpus` found.
