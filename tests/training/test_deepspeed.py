@@ -255,7 +255,7 @@ def test_rank_0_prepares_a_missing_corpus(tiny_yaml, tmp_path):
     assert (tmp_path / "runs" / "run" / "final").is_dir()
     assert Run(tmp_path / "runs" / "run").losses()
     # a corpus that cannot be prepared ends both
-    wrong = [option.replace("tiny", "wikitext-2, source: no") for option in options]
+    wrong = [option.replace("tiny", "wikitext-2, source: nowhere") for option in options]
     done = two_ranks(tiny_yaml, *wrong, f"data.dir={tmp_path / 'other'}", "run.name=other")
     assert [each.returncode for each in done] == [1, 1]
     assert "wiki.train.tokens" in done[0].stdout
