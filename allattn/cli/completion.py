@@ -1,9 +1,10 @@
-"""`allattn completion`: a script that lets the shell complete commands, options and names."""
+"""Makes the script that lets a shell complete commands, options and names."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from typing import Any
 
 from allattn.config import ArgumentError, UnavailableError
 from allattn.config.shipped import shipped_configs
@@ -15,7 +16,7 @@ _CONFIGS = {"config", "name"}
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script for a shell.
+    """Make the script for a shell.
 
     Args:
         parser: All commands and their options.
@@ -39,7 +40,7 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
         "zsh": f"{{compadd -- {names}; _files}}" if names else "_files",
         "tcsh": "f",
     }
-    preamble = {
+    preamble: Any = {  # by shell, which its annotation does not say
         "bash": f'_allattn_config() {{ compgen -W "{names}" -- "$1"; compgen -f -- "$1"; }}'
     }
     for action in _actions(parser):
@@ -54,7 +55,7 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Every option and argument of every command."""
+    """Yield every option and argument of every command."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():

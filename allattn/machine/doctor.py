@@ -62,14 +62,12 @@ def _machine() -> list[Check]:
         from allattn.machine.hardware import check_devices, check_disk, check_kernel
     except (ImportError, OSError) as error:
         text = f"cannot be imported ({' '.join(str(error).split())})"
-        return [
-            Check("torch", "error", text, "install it again: pip install --force-reinstall torch")
-        ]
+        return [Check("PyTorch", "error", text, "pip install --force-reinstall torch")]
     return [*check_devices(), *check_kernel(), check_disk(Path("runs"))]
 
 
 def _speed() -> list[Check]:
-    """Measured last, when nothing else of ours runs."""
+    """Measure last, when nothing else of ours runs."""
     try:
         from allattn.machine.hardware import check_speed
     except (ImportError, OSError):
@@ -78,7 +76,7 @@ def _speed() -> list[Check]:
 
 
 def _accelerator(process: subprocess.Popen[str]) -> Check:
-    """What DeepSpeed would compute on and communicate with."""
+    """Check what DeepSpeed would compute on and communicate with."""
     todo = "train without its launcher, in one process; or install it again"
     try:
         out, err = process.communicate(timeout=_SECONDS)
