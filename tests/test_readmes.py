@@ -44,6 +44,7 @@ SHORTER = {
     "--vocab-size 8000": "--vocab-size 330",
     'load_config("tiny", {': 'load_config("tiny", {**SMALL, ',
     "'stages[1].prune.keep=0.75,0.5,0.25'": "'stages[1].prune.keep=0.75,0.5,0.25' " + "SMALL",
+    "keep_0.25 --write": "keep_0.25",
     "sentencepiece --vocab-size 4000 --out data/wikitext-2-sp4000":
         "sentencepiece --vocab-size 4000 --out data/wikitext-2-sp4000 --workers 1",
 }  # fmt: skip

@@ -39,6 +39,30 @@ def test_a_picture_and_a_table(compared, finished_run, tmp_path, capsys):
     assert table[3].endswith(f"| {rows[1]['valid_ppl']:.2f} | {rows[1]['test_ppl']:.2f} |")
 
 
+def test_the_table_of_the_readme_is_that_of_the_picture():
+    rows = json.loads(tool.OUT.with_suffix(".json").read_text(encoding="utf-8"))
+    page = tool.PAGE.read_text(encoding="utf-8")
+    assert tool.filled(page, rows) == page
+    assert [row["keep"] for row in rows] == [1, 0.75, 0.5, 0.25]
+    for row in rows:
+        assert [sum(layer) for layer in row["map"]] == row["heads"]
+
+
+def test_it_writes_into_the_page(compared, finished_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tool, "PAGE", tmp_path / "README.md")
+    out, run = tmp_path / "demo.png", str(finished_run)
+    arguments = [str(compared), run, run, "--out", str(out), "--write"]
+    tool.PAGE.write_text("no markers\n")
+    assert tool.main(arguments) == 1 and not out.exists()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(tool.PAGE) in line and tool.PAGE.read_text() == "no markers\n"
+    tool.PAGE.write_text(f"before\n{tool.BEGIN}yesterday{tool.END}\nafter\n")
+    assert tool.main(arguments) == 0
+    table = capsys.readouterr().out.strip()
+    assert tool.PAGE.read_text() == f"before\n{tool.BEGIN}{table}{tool.END}\nafter\n"
+    assert tool.table(json.loads(out.with_suffix(".json").read_text())) == table
+
+
 def test_the_map_has_the_heads_that_are_left(finished_run):
     found = tool.heads_left(finished_run)
     assert [sum(layer) for layer in found] == allattn.load_pretrained(finished_run).config.heads
