@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from importlib import metadata
+from pathlib import Path
 
 import pytest
+import torch
 from runs import STEPS, Run
 from safetensors.torch import load_file, save_file
 
+import allattn
 from allattn.cli import build_parser, main
 
-COMMANDS = {"prepare", "show", "train", "evaluate", "export", "generate", "compare"}
+COMMANDS = {
+    "prepare", "configs", "show", "train", "evaluate", "prune", "analyze", "export", "generate",
+    "compare", "doctor", "completion",
+}  # fmt: skip
 
 
 def test_every_command_explains_itself(capsys):
@@ -112,6 +120,98 @@ def test_as_a_module(tmp_path):
         cwd=tmp_path, env=env, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+# What helps to report a problem
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    first, second = capsys.readouterr().out.splitlines()
+    versions = [metadata.version(name) for name in ("torch", "deepspeed")]
+    assert first.startswith(f"allattn {allattn.__version__} (")
+    assert f"torch {versions[0]}, DeepSpeed {versions[1]}, Python 3." in first
+    assert second.startswith("device: " + ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+@pytest.mark.parametrize(
+    "argv", [["--debug", "show", "missing.yaml"], ["show", "missing.yaml", "--debug"],
+             ["show", "--debug", "missing.yaml"]],
+)  # fmt: skip
+def test_the_traceback_of_a_users_error(argv, capsys):
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "" and lines[0] == "Traceback (most recent call last):"
+    assert lines[-2].endswith("ConfigError: missing.yaml: no such config file")
+    assert lines[-1] == "allattn: error: missing.yaml: no such config file"
+
+
+def test_debug_changes_nothing_else(tiny_yaml, capsys):
+    assert main(["show", str(tiny_yaml), "--json"]) == 0
+    plain = capsys.readouterr()
+    assert main(["--debug", "show", str(tiny_yaml), "--json"]) == 0
+    assert capsys.readouterr() == plain
+
+
+# Completion
+
+
+@pytest.fixture
+def completions():
+    """`completions("allattn train ti")`: what bash offers for the last word."""
+    pytest.importorskip("shtab")
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("no bash")
+
+    def complete(line: str, folder: Path, script: str) -> set[str]:
+        ask = (
+            f"{script}\nCOMP_WORDS=({line}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))\n"
+            'COMPREPLY=(); _shtab_allattn; printf "%s\\n" "${COMPREPLY[@]}"'
+        )
+        done = subprocess.run(
+            [bash, "-c", ask], cwd=folder, capture_output=True, text=True, check=True
+        )
+        return set(done.stdout.split())
+
+    return complete
+
+
+def test_what_bash_completes(completions, tmp_path, capsys):
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    (tmp_path / "timid.yaml").touch()
+    (tmp_path / "tidy").mkdir()
+    for line, expected in (
+        ("allattn tra", {"train"}),
+        ("allattn train ti", {"tiny", "timid.yaml", "tidy"}),
+        ("allattn configs wiki", {name for name in allattn.configs() if name[:4] == "wiki"}),
+        ("allattn evaluate ti", {"tidy"}),
+        ("allattn evaluate x --text ti", {"timid.yaml", "tidy"}),
+        ("allattn export x --format o", {"onnx"}),
+        ("allattn export x --over", {"--overwrite"}),
+        ("allattn --ver", {"--version"}),
+    ):
+        assert completions(line, tmp_path, script) == expected, line
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_for_each_shell(shell, capsys):
+    pytest.importorskip("shtab")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "evaluate" in script and (shell == "tcsh" or "wikitext103_allattn" in script)
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True)
+
+
+def test_completion_needs_its_extra(fails, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)  # as if it were not installed
+    line = fails(1, "completion", "bash")
+    assert "shtab" in line and "pip install 'allattn[completion]'" in line
 
 
 # The bad input of issue 2
@@ -276,7 +376,7 @@ def test_an_interrupt_is_no_traceback(tiny_yaml, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == "allattn: interrupted"
 
 
-def test_our_own_mistakes_do_show_a_traceback(tiny_yaml, tmp_path, monkeypatch):
+def test_our_own_mistakes_do_show_a_traceback(tiny_yaml, tmp_path, monkeypatch, capsys):
     """Only what a user caused is cut to a line."""
     from allattn.training.trainer import Trainer
 
@@ -286,6 +386,8 @@ def test_our_own_mistakes_do_show_a_traceback(tiny_yaml, tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "_train_step", broken)
     with pytest.raises(IndexError):
         main(["train", str(tiny_yaml), f"run.dir={tmp_path}"])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "a mistake in allattn or in a library" in said and "allattn --version" in said
 
 
 def test_a_whole_run_from_the_command_line(finished_run, capsys):

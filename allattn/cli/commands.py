@@ -90,7 +90,7 @@ def prune_command(args: argparse.Namespace) -> None:
         "path", "method", "out", "overwrite", "scope", "min_heads", "batches", "batch_size",
         "rescore", "seed", "split", "data", "device",
     )  # fmt: skip
-    shares = {
+    shares: dict[str, Any] = {
         name: _shares(name, getattr(args, name))
         for name in ("keep", "keep_params", "keep_flops")
         if getattr(args, name) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from typing import Any
 
 from allattn.config import ArgumentError, UnavailableError
 from allattn.config.shipped import shipped_configs
@@ -39,7 +40,7 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
         "zsh": f"{{compadd -- {names}; _files}}" if names else "_files",
         "tcsh": "f",
     }
-    preamble = {
+    preamble: Any = {  # by shell, which its annotation does not say
         "bash": f'_allattn_config() {{ compgen -W "{names}" -- "$1"; compgen -f -- "$1"; }}'
     }
     for action in _actions(parser):

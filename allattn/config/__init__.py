@@ -103,9 +103,10 @@ def load_config(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] =
         else:
             for override in [overrides] if isinstance(overrides, str) else overrides:
                 config = apply_override(config, override)
-        result: Config = OmegaConf.to_object(config)
+        result = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {one_line(error)}") from None
+    assert isinstance(result, Config)
     validate(result)
     return result
 
@@ -148,6 +149,7 @@ def model_config_from_dict(values: dict[str, Any], where: str) -> ModelConfig:
         model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), values))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{where}: {one_line(error)}") from None
+    assert isinstance(model, ModelConfig)
     check_model(model)
     return model
 

@@ -62,9 +62,7 @@ def _machine() -> list[Check]:
         from allattn.machine.hardware import check_devices, check_disk, check_kernel
     except (ImportError, OSError) as error:
         text = f"cannot be imported ({' '.join(str(error).split())})"
-        return [
-            Check("torch", "error", text, "install it again: pip install --force-reinstall torch")
-        ]
+        return [Check("PyTorch", "error", text, "pip install --force-reinstall torch")]
     return [*check_devices(), *check_kernel(), check_disk(Path("runs"))]
 
 

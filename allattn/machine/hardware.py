@@ -75,8 +75,7 @@ def check_kernel() -> list[Check]:
             return [Check("compiler", "warning", text, "install g++, or set CXX to a C++ compiler")]
         checks = [Check("compiler", "ok", f"{error}; the kernel was compiled before")]
     if built is not None:
-        loaded, why = kernel.load()
-        if loaded is None:
+        if why := kernel.what_is_wrong(built):
             return [*checks, Check("kernel", "warning", f"{built}: {why}", f"delete {built}")]
         return [*checks, Check("kernel", "ok", f"compiled and checked: {built}")]
     folder = build.cache_folder()

@@ -38,7 +38,7 @@ def tested_versions() -> dict[str, str] | None:
     path = shipped_file(CONSTRAINTS)
     if path is None:
         return None
-    found = {}
+    found: dict[str, str] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         text = line.partition("#")[0].strip()
         if not text:
@@ -57,7 +57,7 @@ def check_versions() -> list[Check]:
         todo = "install it: pip install ."
         text = f"{__version__}, on the path but not installed: its bounds are not known"
         return [_python(None), Check("allattn", "warning", text, todo)]
-    checks = [_python(about.get("Requires-Python")), Check("allattn", "ok", __version__)]
+    checks = [_python(about["Requires-Python"]), Check("allattn", "ok", __version__)]
     tested = tested_versions()
     if tested is None:
         text = f"not known: there is no {CONSTRAINTS} in this installation"
@@ -110,5 +110,5 @@ def _extra(extra: str, own: list[Requirement], tested: dict[str, str]) -> Check:
     wrong = [check for check in checks if check.status != "ok"]
     text = ", ".join(f"{check.name} {check.text}" for check in wrong or checks)
     # a library that this extra alone uses keeps nobody from training
-    status = "warning" if wrong else "ok"
-    return Check(name, status, f"{text}: {gives}", "; ".join(check.todo for check in wrong))
+    todo = "; ".join(check.todo for check in wrong)
+    return Check(name, "warning" if wrong else "ok", f"{text}: {gives}", todo)

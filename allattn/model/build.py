@@ -19,7 +19,7 @@ _FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC"]
 
 def _folders() -> list[Path]:
     """Where builds may be kept: the user's cache, then the temporary folder; never the package."""
-    temporary = Path(tempfile.gettempdir()) / f"allattn-{os.getuid()}"
+    temporary = Path(tempfile.gettempdir()) / f"allattn-{os.geteuid()}"
     base = os.environ.get("TORCH_EXTENSIONS_DIR") or os.environ.get("XDG_CACHE_HOME")
     # the path keeps its ~ where HOME is not set and the system does not know this user
     base = base or os.path.expanduser("~/.cache")
@@ -29,7 +29,7 @@ def _folders() -> list[Path]:
 def _is_ours(folder: Path) -> bool:
     """Whether only this user writes there: what others could have put there is not run."""
     try:
-        return folder.stat().st_uid == os.getuid()
+        return folder.stat().st_uid == os.geteuid()
     except OSError:
         return False
 

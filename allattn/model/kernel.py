@@ -185,6 +185,14 @@ def load() -> tuple[Kernel | None, str]:
     return (None, f"no compiled kernel: {wrong}") if wrong else (kernel, "compiled kernel")
 
 
+def what_is_wrong(path: Path) -> str | None:
+    """Why a compiled library cannot be used, in one line; None where it can be."""
+    try:
+        return _self_check(Kernel(path))
+    except (OSError, AttributeError) as error:
+        return _in_a_line(error)
+
+
 def _in_a_line(error: Exception) -> str:
     """What a person can act on."""
     if isinstance(error, subprocess.CalledProcessError):

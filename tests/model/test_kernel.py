@@ -1,16 +1,20 @@
 """The compiled kernel: shapes that test_fused.py is too small for, and its build."""
 
 import os
+import pwd
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from allattn.model import kernel
+from allattn.model import build, kernel
 
+NOBODY = 65534
 SHAPES = [  # B, T, M, N, H, P, window, padding
     (2, 130, 100, 2, 32, 700, None, None),  # several tiles of queries and of vectors
     (1, 600, 100, 1, 16, 7, None, None),  # several of keys; one head of one sequence: it is cut
@@ -151,3 +155,98 @@ def test_processes_that_start_at_once_and_one_that_was_killed(fresh):
     assert len(list((fresh / "allattn").glob("*.so"))) == 1
     again = start(None)
     assert again.stdout.strip() == "compiled kernel" and "compiling" not in again.stderr
+
+
+# Where builds are kept
+
+
+@pytest.fixture
+def environment(monkeypatch, tmp_path):
+    """`environment(HOME=...)`: only these variables say where the cache is; the paths are made."""
+    for name in ("HOME", "XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+
+    def give(**variables: Path) -> Path:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+        return temporary / f"allattn-{os.geteuid()}"
+
+    return give
+
+
+def test_the_cache_is_the_users(environment, tmp_path):
+    environment(HOME=tmp_path / "home")
+    assert build.cache_folder() == tmp_path / "home" / ".cache" / "allattn"
+    environment(XDG_CACHE_HOME=tmp_path / "xdg")
+    assert build.cache_folder() == tmp_path / "xdg" / "allattn"
+    environment(TORCH_EXTENSIONS_DIR=tmp_path / "torch")
+    assert build.cache_folder() == tmp_path / "torch" / "allattn"
+    package = Path(build.__file__).parents[1]
+    assert all(package.parent not in folder.parents for folder in build._folders())
+
+
+def test_without_a_home(environment, monkeypatch):
+    """HOME is unset, and the system does not know the user either, as in some containers."""
+    temporary = environment()
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])  # raises KeyError, as it does there
+    assert build.cache_folder() == temporary
+
+
+def test_with_a_home_that_cannot_be_written(environment, tmp_path):
+    home, temporary = tmp_path / "home", environment(HOME=tmp_path / "home").parent
+    cache = home / ".cache" / "allattn"
+    for place in (home, cache):  # nothing is there yet; a cache was made and is read-only now
+        place.mkdir(parents=True, exist_ok=True)
+        place.chmod(0o555)
+        with nobody(tmp_path) as uid:
+            assert build.cache_folder() == temporary / f"allattn-{uid}"
+        place.chmod(0o755)
+    environment(HOME=tmp_path / "file")
+    (tmp_path / "file").write_text("no folder")
+    assert build.cache_folder() == temporary / f"allattn-{os.geteuid()}"
+
+
+def test_what_was_built_is_used_where_nothing_more_can_be_written(environment, tmp_path):
+    cache = tmp_path / "home" / ".cache" / "allattn"
+    cache.mkdir(parents=True)
+    environment(HOME=tmp_path / "home")
+    built = cache / build._file_name()
+    built.touch()
+    cache.chmod(0o555)
+    with nobody(tmp_path, owns=cache):
+        assert build.find_built() == built and build.cache_folder() == cache
+    cache.chmod(0o755)
+
+
+@contextmanager
+def nobody(folder: Path, owns: Path | None = None):
+    """Without the rights of root, who may write anywhere; gives the id of the user that it is."""
+    (folder / "tmp").chmod(0o777)
+    if os.geteuid() != 0:
+        yield os.geteuid()
+        return
+    for path in (folder, *folder.parents):
+        if path.stat().st_mode & 0o001 == 0:
+            path.chmod(path.stat().st_mode | 0o011)
+    if owns is not None:
+        os.chown(owns, NOBODY, -1)
+    os.seteuid(NOBODY)
+    try:
+        yield NOBODY
+    finally:
+        os.seteuid(0)
+
+
+def test_a_cache_of_another_user_is_not_run(environment, tmp_path):
+    home = tmp_path / "home" / ".cache" / "allattn"
+    home.mkdir(parents=True)
+    (home / build._file_name()).write_text("what somebody else built")
+    temporary = environment(HOME=tmp_path / "home")
+    assert build.find_built() is not None
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    os.chown(home, NOBODY, -1)
+    assert build.find_built() is None and build.cache_folder() == temporary
