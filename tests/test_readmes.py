@@ -271,6 +271,13 @@ def test_the_pages_are_found():
         assert any(command.startswith(start) for command in commands), f"no command: {start}"
 
 
+def test_every_room_is_in_the_architecture():
+    text = (ROOT / "allattn/README.md").read_text(encoding="utf-8")
+    rooms = [path.parent.name for path in (ROOT / "allattn").glob("*/__init__.py")]
+    assert len(rooms) > 8
+    assert [room for room in rooms if f"| `{room}/` |" not in text] == []
+
+
 def test_the_first_page_is_short():
     assert (ROOT / "README.md").stat().st_size < LIMIT
 
