@@ -59,11 +59,15 @@ def _section_of(hint: Any) -> Any:
 def reference() -> str:
     """Return the whole reference as Markdown."""
     parts = []
-    for path, section in sections():
+    for path, section in sorted(sections(), key=lambda found: found[0] == ""):  # the top level last
         fields = list(keys(section))
         if not fields:
             continue
-        title = f"### `{path}`\n\n{_plain(section.__doc__)}\n\n" if path else "### top level\n\n"
+        title = (
+            f"### `{path}`\n\n{_plain(section.__doc__)}\n\n"
+            if path
+            else "### keys without a section\n\n"
+        )
         rows = [_row(path, field, section) for field in fields]
         parts.append("\n".join([title + HEADER, *rows]))
     return "\n\n".join(parts)

@@ -1,10 +1,11 @@
 """Draw the picture of the README, a dense model becoming a small one, and print its table.
 
-    python tools/readme_picture.py RUNS/compare/compare.json RUNS/keep_1 RUNS/keep_0.5 ...
+    python tools/readme_picture.py RUNS/compare/compare.json RUNS/dense RUNS/keep_0.5 ... [--write]
 
 `compare.json` is what `allattn compare RUN RUN ... --out RUNS/compare` wrote about the same runs,
 in the same order, the dense one first. The runs' `metrics.jsonl` say which heads are left.
-`tools/README.md` has the commands that make these runs. The table goes to stdout as Markdown.
+`tools/README.md` has the commands that make these runs. The figures go into a JSON file beside the
+picture, the table to stdout as Markdown and, with `--write`, into README.md.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
 
+NEEDED = (
+    "run", "keep", "heads", "params_non_embedding", "tokens_per_second", "valid_ppl", "test_ppl",
+)  # fmt: skip
 OUT = Path(__file__).resolve().parent / "pictures" / "demo.png"
+PAGE = Path(__file__).resolve().parents[1] / "README.md"
+BEGIN = "<!-- table: written by tools/readme_picture.py -->\n"
+END = "\n<!-- end of the table -->"
 COLOURS = ("#1f3a5f", "#2f6f9f", "#4fa3a5", "#e08e45", "#c0504d")
 INK, GREY, PAPER = "#222222", "#9aa0a6", "#ffffff"
 
@@ -40,7 +47,7 @@ def heads_left(run: Path) -> list[list[bool]]:
             row = json.loads(line)
         except json.JSONDecodeError:
             raise ValueError(f"{path}:{number}: not a line of JSON") from None
-        found = row.get("p_open", found)
+        found = row.get("p_open", found) if isinstance(row, dict) else found
     if not found:
         raise ValueError(f"{path}: no evaluation is in it; train the run to its end first")
     return [[p is not None for p in layer] for layer in found]
@@ -53,13 +60,16 @@ def read_rows(compare: Path, runs: list[Path]) -> list[dict[str, Any]]:
         ValueError: the comparison and the runs do not belong together.
     """
     try:
-        rows = json.loads(compare.read_text(encoding="utf-8"))
+        rows: list[dict[str, Any]] = json.loads(compare.read_text(encoding="utf-8"))
     except json.JSONDecodeError:
         raise ValueError(f"{compare}: not JSON; make it with allattn compare") from None
-    if not isinstance(rows, list) or len(rows) != len(runs):
-        n = len(rows) if isinstance(rows, list) else 0
+    n = len(rows) if isinstance(rows, list) else 0
+    if n != len(runs):
         raise ValueError(f"{compare}: has {n} rows for {len(runs)} runs; name the same runs")
     for row, run in zip(rows, runs, strict=True):
+        missing = [name for name in NEEDED if not isinstance(row, dict) or row.get(name) is None]
+        if missing:
+            raise ValueError(f"{compare}: a row has no {missing[0]}; make it with allattn compare")
         row["map"] = heads_left(run)
         if [sum(layer) for layer in row["map"]] != row["heads"]:
             raise ValueError(f"{run}: has other heads than {row['run']!r} in {compare}")
@@ -79,6 +89,19 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['tokens_per_second']:,.0f} | {row['valid_ppl']:.2f} | {row['test_ppl']:.2f} |"
         )
     return "\n".join(lines)
+
+
+def filled(page: str, rows: list[dict[str, Any]]) -> str:
+    """Return a page with the table between its two markers.
+
+    Raises:
+        ValueError: the page does not have both markers, in this order.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{PAGE}: the lines {BEGIN.strip()} and {END.strip()} are missing")
+    return f"{before}{begin}{table(rows)}{end}{after}"
 
 
 def draw(rows: list[dict[str, Any]], out: Path) -> None:
@@ -154,18 +177,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("compare", type=Path, metavar="COMPARE_JSON", help="of allattn compare")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="in the same order")
     parser.add_argument("--out", type=Path, default=OUT, help="the picture (default: %(default)s)")
+    parser.add_argument("--write", action="store_true", help="also put the table into README.md")
     args = parser.parse_args(argv)
     if len(args.runs) > len(COLOURS):
         parser.error(f"RUN: at most {len(COLOURS)} runs fit into the picture")
     try:
         rows = read_rows(args.compare, args.runs)
+        page = filled(PAGE.read_text(encoding="utf-8"), rows) if args.write else None
         draw(rows, args.out)
+        figures = [{name: row[name] for name in (*NEEDED, "map")} for row in rows]
+        lines = ",\n".join(json.dumps(row) for row in figures)
+        args.out.with_suffix(".json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+        if page is not None:
+            PAGE.write_text(page, encoding="utf-8")
     except OSError as error:
         print(f"readme_picture: error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
-    except (ValueError, KeyError) as error:
-        text = f"{args.compare}: has no {error}" if isinstance(error, KeyError) else str(error)
-        print(f"readme_picture: error: {text}", file=sys.stderr)
+    except ValueError as error:
+        print(f"readme_picture: error: {error}", file=sys.stderr)
         return 1
     print(table(rows))
     return 0

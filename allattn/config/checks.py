@@ -139,7 +139,11 @@ def _check_prepare(prepare: PrepareConfig) -> None:
 
 
 def check_model(model: ModelConfig) -> None:
-    """The `model` section alone; fills in d_head and a learned table's size."""
+    """Check the `model` section, and fill in d_head and a learned table's size.
+
+    Raises:
+        ConfigError: naming the key, what is wrong and what would be right.
+    """
     _check_section("model", model)
     if model.persistent_share is not None and not model.n_persistent:
         raise ConfigError("model.persistent_share: only where model.n_persistent is above 0")
@@ -200,7 +204,15 @@ def _validate_stage(where: str, stage: StageConfig) -> None:
 
 
 def check_prune(where: str, prune: PruneConfig) -> None:
-    """A `prune` section alone."""
+    """Check a `prune` section.
+
+    Args:
+        where: the path of the section, for messages.
+        prune: the section.
+
+    Raises:
+        ConfigError: naming the key, what is wrong and what would be right.
+    """
     _check_section(where, prune)
     budgets = {key: getattr(prune, key) for key in (*BUDGETS, "penalty")}
     if sum(value is not None for value in budgets.values()) != 1:

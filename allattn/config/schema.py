@@ -55,7 +55,7 @@ class UnavailableError(ArgumentError):
 
 @dataclass
 class RunConfig:
-    """Where a run lives, and what it starts from."""
+    """This section says where a run lives and what it starts from."""
 
     name: str = key(
         "run", "The run's folder is `run.dir/run.name`.", allowed="a folder name without `/`"
@@ -82,9 +82,9 @@ class RunConfig:
 
 @dataclass
 class PrepareConfig:
-    """How `train` prepares the corpus where there is none yet.
+    """This section says how `train` prepares the corpus where there is none yet.
 
-    Without this section, which is the default, the corpus has to be there.
+    Without it, which is the default, the corpus has to be there.
     """
 
     dataset: str = key(
@@ -108,7 +108,7 @@ class PrepareConfig:
 
 @dataclass
 class DataConfig:
-    """The prepared corpus (`allattn prepare`)."""
+    """This section names the prepared corpus (see `allattn prepare`)."""
 
     dir: str = key("data/tiny", "The folder that `allattn prepare` wrote.", allowed=PATH)
     shift: bool = key(
@@ -121,9 +121,10 @@ class DataConfig:
 
 @dataclass
 class ModelConfig:
-    """Shape of a `TransformerLM`.
+    """This section is the shape of a model.
 
-    All-attention has n_persistent > 0 and d_ff = 0; Transformer-XL has the reverse.
+    All-attention has n_persistent > 0 and d_ff = 0. Transformer-XL has n_persistent = 0 and
+    d_ff > 0.
     """
 
     n_layers: int = key(6, "Number of layers.", unit="layers", allowed=AT_LEAST_1)
@@ -239,7 +240,10 @@ class ModelConfig:
 
     @property
     def content_keys(self) -> float:
-        """How many keys a query sees on average, persistent vectors aside, when memory is full."""
+        """The mean number of keys that a query sees when the memory is full.
+
+        Persistent vectors are not counted.
+        """
         return self.mem_len + (1 if self.same_length else (self.seq_len + 1) / 2)
 
     @property
@@ -252,7 +256,7 @@ class ModelConfig:
 
 @dataclass
 class OptimizerConfig:
-    """The optimiser. `lr` is the peak rate that the stages' schedules scale."""
+    """This section sets the optimiser. The schedules of the stages scale its rate."""
 
     name: str = key(
         "adamw",
@@ -277,7 +281,10 @@ class OptimizerConfig:
 
 @dataclass
 class TrainConfig:
-    """What all stages share. Batch sizes count lanes: contiguous streams of the corpus."""
+    """This section has what all stages share.
+
+    Batch sizes count lanes, which are contiguous streams of the corpus.
+    """
 
     batch_size: int = key(32, "Lanes of all ranks together.", unit="lanes", allowed=AT_LEAST_1)
     micro_batch_size: int | None = key(
@@ -352,7 +359,7 @@ class TrainConfig:
 
 @dataclass
 class Config:
-    """A whole run."""
+    """A config describes a whole run."""
 
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)

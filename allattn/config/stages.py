@@ -1,4 +1,4 @@
-"""The sections of a stage: its learning rate, its pruning, its distillation."""
+"""The sections of a stage, which are its learning rate, its pruning and its distillation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from allattn.config.keys import AT_LEAST_0, AT_LEAST_1, SHARE, Range, key, made_
 
 @dataclass
 class LrConfig:
-    """The learning-rate schedule of one stage."""
+    """This section is the learning-rate schedule of one stage."""
 
     schedule: str = key(
         "constant",
@@ -36,7 +36,7 @@ class LrConfig:
 
 @dataclass
 class PruneConfig:
-    """Pruning within a stage. Exactly one of the three budgets or `penalty` sets the target.
+    """With this section, a stage prunes. One of the three budgets, or `penalty`, sets the target.
 
     Shares are of the run's first model. A budget in parameters or FLOPs is met by the nearest
     number of heads, and counts the layers alone: no embeddings and no norms.
@@ -156,11 +156,11 @@ class PruneConfig:
 
 @dataclass
 class DistillConfig:
-    """Learn from the dense model: (1 - weight) cross-entropy + weight KL(dense || this).
+    """With this section, a stage also learns from the dense model of the run.
 
-    The dense model is the run's own, frozen as it was when the first stage with pruning or
-    distillation began. Both are softened by the temperature, and the term is multiplied by its
-    square (Hinton 2015).
+    The loss is (1 - weight) cross-entropy + weight KL(dense || this). The dense model is frozen as
+    it was when the first stage with pruning or distillation began. Both are softened by the
+    temperature, and the term is multiplied by its square (Hinton 2015).
     """
 
     weight: float = key(
@@ -176,7 +176,10 @@ class DistillConfig:
 
 @dataclass
 class StageConfig:
-    """A number of optimiser steps with one schedule and, optionally, pruning and distillation."""
+    """A stage is a number of optimiser steps with one schedule.
+
+    It may prune, distill, both, or neither.
+    """
 
     name: str = key("train", "Name of the stage in logs.", allowed="different for every stage")
     steps: int = key(1000, "Length of the stage.", unit="optimiser steps", allowed=AT_LEAST_1)
