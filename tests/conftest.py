@@ -11,17 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from killed import evaluate_here
 from runs import TINY_RUN, Run
 
 from allattn.cli import main
 from allattn.config import Config, ModelConfig, load_config, model_config_from_dict
-from allattn.data.lanes import Corpus
 from allattn.data.prepare import TINY as TINY_TEXT
 from allattn.data.prepare import prepare
 from allattn.inference import proof
-from allattn.inference.evaluate import evaluate_source
-from allattn.inference.load import open_source
-from allattn.inference.stored import evaluate_program, open_program
 from allattn.model.transformer import TransformerLM
 from allattn.training.trainer import Trainer
 
@@ -30,6 +28,16 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 # Tensors here are tiny: on busy cores, waiting for a second thread made the suite six times as slow
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+
+# No example is timed, none is drawn by chance, and none is written beside the tests
+settings.register_profile(
+    "allattn",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("allattn")
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +61,6 @@ _afresh = proof.evaluate_afresh
 @pytest.fixture(scope="session", autouse=True)
 def evaluated_here() -> Iterator[None]:
     """Exports are evaluated in this process, which saves seconds each; see `fresh_process`."""
-
-    def evaluate_here(folder: Path, corpus: Corpus) -> dict[str, Any]:
-        program = open_program(folder)
-        if program is not None:
-            return evaluate_program(program, str(corpus.dir), proof.SPLIT)
-        return evaluate_source(open_source(folder), corpus, proof.SPLIT)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(proof, "evaluate_afresh", evaluate_here)

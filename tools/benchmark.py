@@ -1,4 +1,4 @@
-"""Measure training, evaluation, generation, scaling, saving; every ratio within one run.
+"""Measure training, evaluation, generation, scaling, saving, data; ratios within one run.
 
     python tools/benchmark.py train --size small [--precision fp32 bf16] [--json]
     python tools/benchmark.py evaluate --size small
@@ -6,6 +6,7 @@
     python tools/benchmark.py scaling --size small
     python tools/benchmark.py save --size paper
     python tools/benchmark.py export DENSE PRUNED ...        (see benchmark_export.py)
+    python tools/benchmark.py data [TEXT]                    (see benchmark_data.py)
 
 FLOPs are counted from the shapes: two a multiply-add, matrix products only; of content keys those
 that the causal mask leaves visible; the memory's keys and values as often as they are computed; a
@@ -302,9 +303,9 @@ def main() -> int:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "what", choices=["train", "evaluate", "generate", "scaling", "save", "export"]
+        "what", choices=["train", "evaluate", "generate", "scaling", "save", "export", "data"]
     )
-    parser.add_argument("paths", nargs="*", help="export: exports, the dense one first")
+    parser.add_argument("paths", nargs="*", help="export: exports, the dense first; data: a text")
     parser.add_argument("--engine", nargs="+", default=["pytorch", "onnx", "int8"], help="export")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], help="export")
     parser.add_argument("--prompt", type=int, default=128, help="export: tokens of the prompt")
@@ -315,7 +316,10 @@ def main() -> int:
     parser.add_argument(
         "--tokens", type=int, help="generate: how far (4,000); export: calls to time at once (16)"
     )
-    parser.add_argument("--folder", help="save: where; default: the temporary folder")
+    parser.add_argument("--folder", help="save, data: where; default: the temporary one")
+    parser.add_argument("--megabytes", type=float, default=50, help="data: if no text is named")
+    parser.add_argument("--workers", nargs="+", type=int, default=[1, 2], help="data")
+    parser.add_argument("--corpus-tokens", type=int, default=100_000_000, help="data: to open")
     parser.add_argument("--threads", type=int, help="default: all cores")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     args = parser.parse_args()
@@ -328,6 +332,10 @@ def main() -> int:
         if not args.paths:
             parser.error("export: name exports, the dense one first")
         result = benchmark_export(args)
+    elif args.what == "data":
+        from benchmark_data import benchmark_data
+
+        result = benchmark_data(args)
     else:
         result = globals()[f"benchmark_{args.what}"](args)
     if args.json:

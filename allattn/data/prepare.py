@@ -14,7 +14,7 @@ from typing import Any
 
 from allattn.data import wikitext
 from allattn.data.checksum import sha256
-from allattn.data.folder import made_aside
+from allattn.data.folder import made_aside, mend
 from allattn.data.lanes import DATA_FILE, FORMAT_VERSION, Corpus
 from allattn.data.sources import Text, describe, find_texts, read_blocks
 from allattn.data.tokenizers import (
@@ -29,6 +29,7 @@ from allattn.data.tokenizers import (
 )
 from allattn.data.words import check_limits
 from allattn.data.workers import Crew, count_words, encode, id_type, progress
+from allattn.moments import reached
 
 TINY = Path(__file__).resolve().parent.parent / "corpora" / "tiny"
 LOCAL = "local"  # the dataset name of one's own files
@@ -117,6 +118,7 @@ def prepare(
     if workers is None:
         size = sum({entry["path"]: entry["bytes"] for entry in sources}.values())
         workers = (os.cpu_count() or 1) if size >= _WORTH_WORKERS else 1
+    mend(out)
     if _holds_corpus(out) and not overwrite:
         if info := _same_corpus(out, dataset, options, sources):
             print(f"{out}: already prepared from these sources; nothing to do", file=sys.stderr)
@@ -129,6 +131,7 @@ def prepare(
         built = _build(options, given, texts, workers)
         with Crew(workers, built) as crew:
             splits = {split: _write(crew, split, some, work) for split, some in texts.items()}
+        reached("prepare:ids")
         if known and not accept_counts:
             assert dataset is not None, "only of a dataset they are known"
             wikitext.check_counts(dataset, options, texts, splits, built.vocab_size)
@@ -267,6 +270,7 @@ def _build(
         with Crew(workers) as crew:
             for _, words in crew.over(count_words, counted, "vocabulary"):
                 counts.update(words)
+                reached("prepare:vocabulary")
         return WordTokenizer.from_counts(counts, **arguments)
     found = [text.plain_size() for text in texts["train"]]
     sizes = [size for size in found if size is not None]
@@ -282,6 +286,7 @@ def _decoded(texts: list[Text]) -> Iterator[str]:
             words = False
             for block in read_blocks(text):
                 yield (decoded := block.text())
+                reached("prepare:vocabulary")
                 words = words or not decoded.isspace()
                 bar.update(len(block.data))
             if not words:
@@ -300,6 +305,7 @@ def _write(crew: Crew, split: str, texts: list[Text], folder: Path) -> dict[str,
     with (folder / f"{split}.bin").open("wb") as file:
         for text, (ids, found) in crew.over(encode, texts, split):
             file.write(ids)
+            reached("prepare:block")
             digest.update(ids)
             for key, n in found.items():
                 counts[key] += n

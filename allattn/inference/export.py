@@ -22,6 +22,7 @@ from allattn.inference.card import card
 from allattn.inference.load import Source
 from allattn.inference.program_card import program_card
 from allattn.inference.travel import AUTO_MAP, TOKENIZER_MAP, write_code
+from allattn.moments import reached
 from allattn.training.state import (
     HF_PREFIX,
     blaming,
@@ -113,6 +114,7 @@ def _export(source: Source, out: Path, write: Write, check: bool, license: str) 
         models = sorted(partial.glob("model.*"))
         info["sha256"] = {path.name: sha256(path) for path in models}
         write_json(partial / "config.json", info)
+        reached("export:unproved")
         found = None
         if corpus is not None:
             found = proof.check(partial, out, source, corpus, info)

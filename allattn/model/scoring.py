@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from allattn.model.transformer import Memory, Output, TransformerLM
+from allattn.moments import reached
 
 
 def perplexity(loss: float) -> float:
@@ -88,6 +89,7 @@ def score_stream(
         assert output.nll is not None, "targets were given"
         scored = targets_BT != -1
         total += torch.stack([output.nll.double()[scored].sum(), scored.sum().double()])
+        reached("evaluate:segment")
         if on_segment is not None:
             on_segment(int((targets != -1).sum()))
     return total

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from allattn.config import Config, ModelConfig, PruneConfig
 from allattn.model.transformer import Memory, TransformerLM
+from allattn.moments import reached
 from allattn.pruning.budget import target_heads
 from allattn.pruning.gates import MaskGate, log_alphas
 from allattn.pruning.importance import Stream, head_scores
@@ -175,6 +176,7 @@ class LiveModel:
         for memory in memories:
             if memory is not None:
                 memory.hidden = [h if k else None for h, k in zip(memory.hidden, kept, strict=True)]
+        reached("removal:cut")
         self._rebuild(snapshot)
         return n_removed
 

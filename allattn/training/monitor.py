@@ -15,6 +15,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from allattn.config import Config
+from allattn.moments import reached
 from allattn.training.board import Board
 from allattn.training.pictures import head_map
 from allattn.training.watch import Look
@@ -170,4 +171,5 @@ def _drop_lines_after(path: Path, step: int) -> None:
             continue  # a line that a kill cut short
     partial = path.with_name(f".partial_{path.name}")
     partial.write_text("".join(kept), encoding="utf-8")
+    reached("resume:lines")
     os.replace(partial, path)  # killed in between, all lines are still there

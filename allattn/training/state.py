@@ -34,6 +34,7 @@ from allattn.config import (
 from allattn.config.schema import EXPORT_VERSION
 from allattn.data.checksum import check_sha256, sha256
 from allattn.model.transformer import TransformerLM
+from allattn.moments import reached
 from allattn.pruning.gates import log_alphas
 from allattn.pruning.methods import PruningState, build_method
 from allattn.pruning.removal import cut_config, cut_tensors, fold_output_scales, without_gates
@@ -73,8 +74,7 @@ def save_checkpoint(
     final = checkpoints / f"step_{meta['step']:08d}"
     partial = checkpoints / f".partial_{final.name}"
     checkpoints.mkdir(parents=True, exist_ok=True)
-    for left in checkpoints.glob(".*_step_*"):  # by a process that was killed
-        shutil.rmtree(left)
+    clear_left(checkpoints)
     try:
         partial.mkdir()
         _write_checkpoint(partial, snapshot, memory, meta)
@@ -84,6 +84,12 @@ def save_checkpoint(
     replace_folder(partial, final, checkpoints / f".going_{final.name}")
     _sync(checkpoints)
     return final
+
+
+def clear_left(checkpoints: Path) -> None:
+    """Delete what a process left there that was killed while it wrote or deleted a checkpoint."""
+    for left in checkpoints.glob(".*_step_*"):
+        shutil.rmtree(left)
 
 
 def replace_folder(new: Path, place: Path, old: Path) -> None:
@@ -96,9 +102,12 @@ def replace_folder(new: Path, place: Path, old: Path) -> None:
             shutil.rmtree(old)
         else:
             os.replace(old, place)
+    reached("folder:whole")
     if place.exists():
         os.replace(place, old)
+        reached("folder:aside")
     os.replace(new, place)
+    reached("folder:placed")
     if old.exists():
         shutil.rmtree(old)
 
@@ -118,6 +127,7 @@ def _discard(checkpoint: Path) -> None:
     """Delete a checkpoint; killed halfway, what is left does not look like one."""
     going = checkpoint.with_name(f".going_{checkpoint.name}")
     os.replace(checkpoint, going)
+    reached("checkpoint:going")
     shutil.rmtree(going)
 
 
@@ -350,6 +360,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     umask = os.umask(0)
     os.umask(umask)
     path.chmod(0o666 & ~umask)  # safetensors makes files that only their owner can read
+    reached(f"write:{path.name}")
     _sync(path)
 
 
@@ -394,6 +405,7 @@ def read_json(path: Path) -> Any:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON and see it onto the disk."""
     path.write_text(json.dumps(value, indent=1, allow_nan=True) + "\n", encoding="utf-8")
+    reached(f"write:{path.name}")
     _sync(path)
 
 

@@ -20,6 +20,7 @@ from allattn.model import kernel
 from allattn.model.attention import choose
 from allattn.model.scoring import perplexity
 from allattn.model.transformer import TransformerLM, flops_per_token
+from allattn.moments import reached
 from allattn.pruning.budget import stage_table
 from allattn.pruning.schedule import Schedule
 from allattn.training.corpus import open_corpus, prepare_missing
@@ -34,6 +35,7 @@ from allattn.training.state import (
     blaming,
     check_shapes,
     checkpoints_of,
+    clear_left,
     keep_newest,
     load_checkpoint,
     load_weights,
@@ -88,6 +90,7 @@ class Trainer:
         if self.world.rank == 0 and self.run_dir.exists():
             # before anything is read: another process may be about to write the newest checkpoint
             self.lock = lock_folder(self.run_dir)
+            clear_left(self.run_dir / "checkpoints")
         self.world.barrier()  # also: every rank has looked at the folder before rank 0 makes it
         self.corpus = prepare_missing(corpus, config.data, self.world)
         checkpoints = checkpoints_of(self.run_dir)
@@ -170,6 +173,7 @@ class Trainer:
             try:
                 while self.step < end and not self.stop_asked:
                     taken = self._train_step()
+                    reached("step:logged")
                     if self.stop_asked or taken and (self.step == end or self._save_is_due()):
                         self.save()
             except RuntimeError as error:
@@ -275,6 +279,7 @@ class Trainer:
                     "the stage more steps or a larger prune.gate_lr"
                 )
             self.monitor.event(self._event("decision") | {"heads": heads} | readiness, text)
+            reached("removal:decided")
             result |= readiness
             prune = self.config.stages[self.stage].prune
             assert prune is not None and self.live.masks is not None
@@ -425,6 +430,7 @@ class Trainer:
         if self.world.rank == 0:
             try:
                 save_checkpoint(self.run_dir / "checkpoints", snapshot, memory, self._meta())
+                reached("checkpoint:kept")
                 if self.config.train.keep_last is not None:
                     keep_newest(self.run_dir / "checkpoints", self.config.train.keep_last)
             except OSError as failure:

@@ -14,6 +14,7 @@ from torch import Tensor
 from allattn.config import Config, ConfigError
 from allattn.data.lanes import Lanes
 from allattn.model.transformer import Memory
+from allattn.moments import reached
 from allattn.pruning.importance import Stream
 from allattn.pruning.schedule import lr_factor
 from allattn.training.distill import Teacher
@@ -144,6 +145,7 @@ class Updater:
         logged = (step + 1) % self.config.train.log_every == 0
         if logged and live.has_gates:
             gates_norm = live.engine.gate_grad_norm(scale)
+        reached("step:backward")
         grad_norm = live.engine.step(lrs, scale)
         finite = finite and math.isfinite(grad_norm)
         parts = {} if pruner is None else dict(self.pruning)

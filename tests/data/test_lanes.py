@@ -1,7 +1,6 @@
 """Lanes and corpora: tables made by hand, and refusals."""
 
 import json
-import time
 import tracemalloc
 
 import numpy as np
@@ -98,13 +97,11 @@ def test_lanes_copy_nothing(tmp_path):
     tokens = np.memmap(path, dtype="<u2", mode="w+", shape=(100_000_000,))  # a sparse file
     tracemalloc.start()
     lanes = Lanes(tokens, 64, 150, shift_seed=1)
-    started = time.perf_counter()
     for step in range(100):
         lanes.batch(step, 0, 64)
-    a_batch = (time.perf_counter() - started) / 100
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert a_batch < 0.02 and peak < 1_000_000
+    assert peak < 1_000_000
 
 
 def test_batches_are_copies():

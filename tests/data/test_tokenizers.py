@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from allattn.data.prepare import TINY
@@ -139,7 +139,6 @@ def test_byte_round_trip(text):
 
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])
 @given(text=TEXTS)
-@settings(deadline=None)
 def test_sentencepiece_round_trip(model_type, text):
     tokenizer = pieces(model_type)
     ids = tokenizer.encode(text)

@@ -4,10 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from killed import HANG, Announcement
 
 from allattn.data import sources
 from allattn.data.lanes import Corpus
@@ -65,13 +65,15 @@ def test_killed_it_leaves_no_corpus_and_no_process(tmp_path, how):
     path, out = tmp_path / "a.txt", tmp_path / "out"
     path.write_text((TINY / "train.txt").read_text(encoding="utf-8") * 30, encoding="utf-8")
     argv = [sys.executable, "-m", "allattn", "prepare", "--train", str(path), "--out", str(out)]
+    announcement = Announcement("prepare:block")
     process = subprocess.Popen(
-        [*argv, "--workers", "2"], stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    while process.poll() is None and not list(tmp_path.glob(".out.partial-*/train.bin")):
-        time.sleep(0.02)
+        [*argv, "--workers", "2"], stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, **announcement.environment()},
+        pass_fds=[announcement.sender.fileno()],
+    )  # fmt: skip
+    assert announcement.wait() == process.pid
     os.kill(process.pid, how)
-    _, said = process.communicate(timeout=60)  # ends only when the workers too closed stderr
+    _, said = process.communicate(timeout=HANG)  # ends only when the workers too closed stderr
     assert process.returncode != 0 and not out.exists()
     if how == signal.SIGINT:
         assert said.strip().endswith("interrupted") and "Traceback" not in said

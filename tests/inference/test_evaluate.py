@@ -12,6 +12,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
+from killed import HANG
 from runs import EDGE_GATES, HEADS, STEPS, Run
 
 from allattn.cli import main
@@ -135,7 +136,7 @@ def test_in_a_fresh_process(finished_run):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "allattn", "evaluate", str(finished_run / "final"), "--json"],
-        env=env, capture_output=True, text=True, check=True, timeout=120,
+        env=env, capture_output=True, text=True, check=True, timeout=HANG,
     )  # fmt: skip
     result = json.loads(done.stdout)
     assert done.stdout.count("\n") == 1 and result.keys() >= KEYS

@@ -12,6 +12,7 @@ from pathlib import Path
 import oracles
 import pytest
 import torch
+from killed import HANG
 from runs import EDGE_GATES, HEADS, PRUNE_END, STEPS, Run
 from safetensors.torch import load_file, save_file
 
@@ -80,7 +81,7 @@ with torch.no_grad():
 save_file({{"x": torch.cat([first.log_probs, second.log_probs], dim=1)}}, "out.safetensors")
 """
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True, timeout=HANG)
     assert torch.equal(load_file(tmp_path / "out.safetensors")["x"], expected)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from killed import HANG
 from safetensors.torch import load_file
 from test_programs import every_shape
 
@@ -59,7 +60,7 @@ def run_readme(folder: Path, *blocked: str) -> str:
     block = "".join(f"sys.modules[{name!r}] = None\n" for name in blocked)
     done = subprocess.run(
         [sys.executable, "-c", f"import sys\n{block}{code}"],
-        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+        cwd=folder, capture_output=True, text=True, timeout=HANG, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from killed import HANG
 from safetensors.torch import load_file
 
 import allattn
@@ -90,7 +91,7 @@ def test_where_allattn_is_not_installed(finished_run, tmp_path):
     env.pop("PYTHONPATH", None)
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(folder), text],
-        cwd=tmp_path / "elsewhere", env=env, capture_output=True, text=True, timeout=300,
+        cwd=tmp_path / "elsewhere", env=env, capture_output=True, text=True, timeout=HANG,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     found = load_file(tmp_path / "elsewhere" / "out.safetensors")

@@ -72,7 +72,7 @@ def expected(
 
 
 @every_way
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(
     T=st.integers(1, 5),
     M=st.integers(0, 5),

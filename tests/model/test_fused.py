@@ -93,7 +93,7 @@ def case(c, size: float):
 
 
 @both_cores
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(c=shapes)
 def test_fused_equals_reference_on_any_shape(compiled, c):
     layer, inputs = case(c, size=1.0)
@@ -112,7 +112,7 @@ def test_fused_equals_reference_on_any_shape(compiled, c):
         assert error(single_grads[name], grad, 0.1 * size) < 1e-5, name
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(c=shapes)
 def test_scores_in_the_hundreds(c):
     """exp of the raw scores would overflow: the rows' maxima are found and used."""
@@ -126,7 +126,7 @@ def test_scores_in_the_hundreds(c):
 
 
 @both_cores
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(c=shapes)
 def test_bfloat16_is_as_near_as_bfloat16_is(compiled, c):
     layer, inputs = case(c, size=1.0)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from killed import HANG
 
 from allattn.model import build, kernel
 
@@ -146,7 +147,7 @@ def test_processes_that_start_at_once_and_one_that_was_killed(fresh):
 
     def start(_) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [sys.executable, "-c", command], env=env, capture_output=True, text=True, timeout=300
+            [sys.executable, "-c", command], env=env, capture_output=True, text=True, timeout=HANG
         )
 
     with ThreadPoolExecutor(2) as pool:

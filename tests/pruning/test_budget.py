@@ -58,7 +58,7 @@ def sum_of(kept: Kept, scores: list[list[float]]) -> float:
 # Which heads
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(scores=few_scores, share=st.floats(0, 1), min_heads=st.integers(0, 2))
 def test_global_selection_is_the_best_of_all_choices(scores, share, min_heads):
     sizes = list(map(len, scores))
@@ -68,7 +68,7 @@ def test_global_selection_is_the_best_of_all_choices(scores, share, min_heads):
     assert tuple(map(tuple, kept)) == best_choice(scores, k, min_heads)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(scores=few_scores, share=st.floats(0, 1), min_heads=st.integers(0, 2))
 def test_selection_by_layer_is_the_best_of_all_with_its_quotas(scores, share, min_heads):
     sizes = list(map(len, scores))
@@ -104,7 +104,7 @@ def test_min_heads_takes_the_best_of_a_layer_that_is_all_bad():
 # How many in each layer
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(sizes=sizes_of_layers, share=st.floats(0, 1), min_heads=st.integers(0, 3))
 def test_quotas_are_exact_and_within_one_of_the_share(sizes, share, min_heads):
     least = [min(min_heads, n) for n in sizes]
@@ -117,7 +117,7 @@ def test_quotas_are_exact_and_within_one_of_the_share(sizes, share, min_heads):
             assert abs(quota - k * n / max(sum(sizes), 1)) < 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(n_layers=st.integers(1, 8), n=st.integers(1, 8), k=st.integers(0, 64))
 def test_equal_layers_differ_by_one_and_the_lower_have_more(n_layers, n, k):
     k = min(k, n_layers * n)

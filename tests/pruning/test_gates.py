@@ -336,7 +336,7 @@ def best_heads(log_alpha: list[list[float] | None], k: int) -> list[list[int]]:
 levels = st.one_of(st.none(), st.lists(st.sampled_from([-3.0, -0.5, 0.0, 0.5, 3.0]), max_size=5))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rows=st.lists(levels, min_size=1, max_size=5), keep=st.floats(0, 1))
 def test_exactly_k_stay(rows, keep):
     rows = [row or None for row in rows]

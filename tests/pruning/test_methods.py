@@ -80,7 +80,7 @@ def by_loops(scores: list[float], k: int, temperature: float) -> list[float]:
 few = st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=7)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(scores=few, share=st.floats(0, 1), temperature=st.floats(0.1, 3))
 def test_relaxed_top_k_is_the_papers_and_adds_up_to_k(scores, share, temperature):
     k = round(share * len(scores))
@@ -445,7 +445,7 @@ def test_the_lagrangian_drives_every_layer_to_its_share(tiny_model):
 
 @scopes
 @pytest.mark.parametrize("name", ["hard_concrete", "subset"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     sizes=st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(sum),
     share=st.floats(0, 1),
@@ -564,7 +564,7 @@ def scored(sizes: list[int], k: int, **values) -> Scored:
 
 
 @scopes
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     n_layers=st.integers(1, 4),
     n=st.integers(1, 4),

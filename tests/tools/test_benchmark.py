@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,20 @@ def test_the_others(tool):
     assert [r["value"] for r in scaled if r["what"] == "keep"] == [1.0, 0.75, 0.5, 0.25]
     assert all(r["train_share"] > 0 and r["evaluate_share"] > 0 for r in scaled)
     assert "milliseconds" in tool.table(scaled)
+
+
+def test_data(tool, monkeypatch, capsys):
+    options = ["data", "--megabytes", "0.1", "--workers", "1", "--corpus-tokens", "20000", "--json"]
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *options])
+    monkeypatch.setattr(importlib.import_module("benchmark_data"), "KINDS", ("word",))
+    assert tool.main() == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["tokenizer"] for row in result["rows"]] == ["word"]
+    for row in result["rows"]:
+        assert row["megabytes"] > 0 and row["megabytes_per_core_second"] > 0
+        assert row["memory_mb"] > 10 and row["megabytes_per_second"] > 0
+    assert result["corpus_tokens"] == 20_000
+    assert result["seconds_to_first_batch"] > 0 and result["batch_milliseconds"] > 0
 
 
 def test_peak_memory_is_that_of_a_process_of_its_own(tool):

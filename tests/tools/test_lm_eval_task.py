@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from killed import HANG
 
 from allattn.cli import main
 from allattn.inference.evaluate import evaluate_source
@@ -58,7 +59,7 @@ def test_the_harness_gives_the_perplexity_of_evaluate(finished_run, tiny_corpus,
     command += ["--model_args", f"pretrained={folder},trust_remote_code=True", "--device", "cpu"]
     command += ["--include_path", str(tmp_path / "task"), "--tasks", "mine"]
     subprocess.run(
-        [*command, "--output_path", str(tmp_path / "out")], env=env, check=True, timeout=600
+        [*command, "--output_path", str(tmp_path / "out")], env=env, check=True, timeout=HANG
     )
     (results,) = (tmp_path / "out").rglob("results*.json")
     found = json.loads(results.read_text())["results"]["mine"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,18 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from killed import HANG, Announcement
+from ports import port_of_ours
 from runs import PRUNE_END, STEPS, Run
 
 from allattn.training.trainer import Trainer
 
 SAVED = 7  # within the pruning stage
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -39,35 +34,48 @@ def environment(**more: str) -> dict[str, str]:
 def launch(yaml: Path, *arguments: str) -> None:
     """`deepspeed --num_accelerators 2 --module allattn train ...`"""
     command = [
-        "deepspeed", "--num_accelerators", "2", "--master_port", str(free_port()),
+        "deepspeed", "--num_accelerators", "2", "--master_port", str(port_of_ours()),
         "--module", "allattn", "train", str(yaml), *arguments,
     ]  # fmt: skip
     done = subprocess.run(
-        command, env=environment(), timeout=280, capture_output=True, text=True, check=False
+        command, env=environment(), timeout=HANG, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
 
 
-def two_ranks(yaml: Path, *arguments: str) -> list[subprocess.CompletedProcess]:
+def start_two_ranks(
+    yaml: Path, *arguments: str, announcement: Announcement | None = None
+) -> list[subprocess.Popen]:
     """The same two processes without the launcher, which waits some seconds at its end."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    processes = [
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_of_ours()), "WORLD_SIZE": "2"}
+    inherited = ()
+    if announcement is not None:
+        address |= announcement.environment()
+        inherited = (announcement.sender.fileno(),)
+    return [
         subprocess.Popen(
             [sys.executable, "-m", "allattn", "train", str(yaml), *arguments],
             env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **address),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, pass_fds=inherited,
         )
         for rank in range(2)
     ]  # fmt: skip
+
+
+def until_they_end(processes: list[subprocess.Popen]) -> list[subprocess.CompletedProcess]:
     done = []
     try:
         for process in processes:
-            out, _ = process.communicate(timeout=280)
+            out, _ = process.communicate(timeout=HANG)
             done.append(subprocess.CompletedProcess([], process.returncode, out))
     finally:
         for process in processes:
             process.kill()
     return done
+
+
+def two_ranks(yaml: Path, *arguments: str) -> list[subprocess.CompletedProcess]:
+    return until_they_end(start_two_ranks(yaml, *arguments))
 
 
 def flat(value: list | float | None) -> list[float]:
@@ -235,7 +243,7 @@ def test_one_process_with_deepspeed(tiny_yaml, tmp_path, local):
     done = subprocess.run(
         [sys.executable, "-m", "allattn", "train", str(tiny_yaml), f"run.dir={tmp_path}",
          "train.engine=deepspeed"],
-        env=environment(), timeout=280, capture_output=True, text=True, check=False,
+        env=environment(), timeout=HANG, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert_same_run(Run(tmp_path / "run"), local)

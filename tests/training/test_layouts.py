@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from killed import HANG
+from ports import port_of_ours
 from runs import HEADS, PRUNE_END, STEPS, Run
-from test_deepspeed import environment, free_port, two_ranks
+from test_deepspeed import environment, two_ranks
 
 from allattn.config import load_config
 from allattn.training.trainer import Trainer
@@ -89,7 +91,7 @@ def nodes(yaml: Path, folder: Path, *arguments: str) -> list[str]:
     hostfile = folder / "hostfile"
     hostfile.write_text("node-a slots=1\nnode-b slots=1\n")
     command = ["deepspeed", "--hostfile", str(hostfile), "--no_ssh", "--master_addr", "127.0.0.1",
-               "--master_port", str(free_port())]  # fmt: skip
+               "--master_port", str(port_of_ours())]  # fmt: skip
     train = ["--module", "allattn", "train", str(yaml), f"run.dir={folder}", *arguments]
     processes = [
         subprocess.Popen(
@@ -98,7 +100,7 @@ def nodes(yaml: Path, folder: Path, *arguments: str) -> list[str]:
         )
         for rank in range(2)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=280)[0] for process in processes]
+    outputs = [process.communicate(timeout=HANG)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     return outputs
 

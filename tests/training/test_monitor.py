@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 
 import pytest
-from runs import DENSE_END, HEADS, PRUNE_END, STEPS, Run
+from runs import DENSE_END, HEADS, PRUNE_END, STEPS, Run, written_long_ago
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from allattn.cli import main
@@ -119,7 +118,7 @@ def test_a_killed_and_resumed_run_has_every_point_once(make_config, train):
     config = make_config(f"train.save_every={DENSE_END}")
     run = train(config, 7, to_end=False)
     shutil.rmtree(run.checkpoint(7))  # steps 5 to 7 will be done, and logged, again
-    time.sleep(1)  # event files are read by name, and names have whole seconds
+    written_long_ago(run.folder)
     train(config, start=False)
     board = EventAccumulator(str(run.folder / "tensorboard")).Reload()
     assert [e.step for e in board.Scalars("train/loss")] == list(range(1, STEPS + 1))

@@ -6,21 +6,16 @@ import json
 import math
 import os
 import random
-import resource
 import shutil
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
+from killed import Announcement, Child, done
 from runs import DENSE_END, STEPS, Run, same_tensors
-from test_deepspeed import environment, two_ranks
+from test_deepspeed import start_two_ranks, until_they_end
 
 from allattn.cli import main
-from allattn.config import load_config
 from allattn.model.adaptive import TiedVocabulary
 from allattn.training.monitor import SpikeDetector
 from allattn.training.optim import LossScale
@@ -28,89 +23,21 @@ from allattn.training.state import checkpoints_of
 from allattn.training.trainer import Trainer
 from allattn.training.update import NonFiniteLoss, Updater
 
-SAVES = ["train.save_every=1", "train.keep_last=2"]
-LONG = [*SAVES, "stages[0].steps=40", "stages[1].steps=60", "stages[2].steps=40"]
 
-
-def start(yaml: Path, *arguments: object, **limits: int) -> subprocess.Popen:
-    def limit() -> None:
-        for name, value in limits.items():
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(getattr(resource, name), (value, value))
-
-    return subprocess.Popen(
-        [sys.executable, "-m", "allattn", "train", str(yaml), *map(str, arguments)],
-        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        preexec_fn=limit if limits else None,
-    )  # fmt: skip
-
-
-def undisturbed(yaml: Path, folder: Path, *options: str) -> Run:
-    config = load_config(yaml, [f"run.dir={folder}", *options])
-    trainer = Trainer(config)
-    trainer.train()
-    return Run(folder / "run")
-
-
-def assert_same_end(run: Run, expected: Run, steps: int) -> None:
+def test_sigterm_saves_at_the_next_step_and_says_so(tiny_yaml, finished_run, tmp_path):
+    folder, said = tmp_path / "stopped", tmp_path / "said"
+    command = ["train", tiny_yaml, f"run.dir={folder}"]
+    process = Child(said, *command, at="step:logged#6")
+    process.wait()
+    os.kill(process.process.pid, signal.SIGTERM)
+    assert process.ended() == 75, process.printed()
+    last = process.printed("stderr").splitlines()[-1]
+    assert "SIGTERM; saved after step 7" in last and "--resume" in last
+    run, expected = Run(folder / "run"), Run(finished_run)
+    assert checkpoints_of(run.folder)[-1] == run.checkpoint(7)
+    assert "continuing after step 7" in done(said, *command, "--resume").printed()
     for kind in ("parameters", "optimizer", "memory"):
-        assert same_tensors(run.tensors(steps, kind), expected.tensors(steps, kind)), kind
-    assert run.timeless() == expected.timeless()
-
-
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
-def test_killed_at_any_moment(tiny_yaml, tmp_path, kills):
-    """kill -9 at random times after the start, also while saving, again and again over one run."""
-    scale = 10 if kills > 10 else 1  # long enough to be killed so often
-    steps = 140 * scale
-    options = [*SAVES, *(f"stages[{i}].steps={n * scale}" for i, n in enumerate((40, 60, 40)))]
-    expected = undisturbed(tiny_yaml, tmp_path / "whole", *options)
-    rng, run, killed = random.Random(1), Run(tmp_path / "killed" / "run"), 0
-    while killed < kills:
-        process = start(tiny_yaml, *options, f"run.dir={tmp_path / 'killed'}", "--resume")
-        before = len(checkpoints_of(run.folder))
-        deadline = time.monotonic() + 60
-        # wait for its first step, then up to a second more: starting takes seconds
-        while time.monotonic() < deadline and process.poll() is None:
-            if len(checkpoints_of(run.folder)) > before or rng.random() < 0.002:
-                break
-            time.sleep(0.02)
-        time.sleep(rng.random() * (0.3 if kills > 10 else 1.0))
-        process.kill()
-        process.communicate()
-        killed += 1
-    names = [path.name for path in checkpoints_of(run.folder)]
-    assert max(names, default="") < f"step_{steps:08d}"  # every one of them hit it
-    process = start(tiny_yaml, *options, f"run.dir={tmp_path / 'killed'}", "--resume")
-    out, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, out
-    assert_same_end(run, expected, steps)
-    left = {p.name for p in (run.folder / "checkpoints").iterdir()}
-    assert len(left) <= 3 and not any(name.startswith(".") for name in left)
-
-
-def test_sigterm_saves_at_the_next_step_and_says_so(tiny_yaml, tmp_path):
-    options = [*LONG[2:], "train.save_every=1000"]
-    expected = undisturbed(tiny_yaml, tmp_path / "whole", *options)
-    folder = tmp_path / "stopped"
-    process = start(tiny_yaml, *options, f"run.dir={folder}")
-    seen = ""
-    while "step     10" not in seen:
-        line = process.stdout.readline()
-        assert line, seen
-        seen += line
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, out
-    assert "SIGTERM; saved after step" in out.splitlines()[-1] and "--resume" in out
-    run = Run(folder / "run")
-    saved = checkpoints_of(run.folder)[-1]
-    assert 10 <= int(saved.name[-8:]) < 140
-    process = start(tiny_yaml, *options, f"run.dir={folder}", "--resume")
-    out, _ = process.communicate(timeout=200)
-    assert process.returncode == 0 and "continuing after step" in out
-    for kind in ("parameters", "optimizer", "memory"):
-        assert same_tensors(run.tensors(140, kind), expected.tensors(140, kind)), kind
+        assert same_tensors(run.tensors(STEPS, kind), expected.tensors(STEPS, kind)), kind
 
 
 def test_the_newest_and_the_best_stay(make_config, train):
@@ -140,10 +67,11 @@ def test_the_best_stays_when_it_is_old(make_config, train, monkeypatch):
 def test_a_full_disk(tiny_yaml, tmp_path, policy):
     """A limit on file sizes stands for it: writing fails in the middle of a file."""
     options = ["train.save_every=2", f"run.dir={tmp_path}", f"train.save_error={policy}"]
-    first = start(
-        tiny_yaml, *options, "stages[0].steps=2", "stages[1].steps=1", "stages[2].steps=1"
-    )
-    assert first.wait(timeout=60) == 0, first.stdout.read()
+    said = tmp_path / "said"
+    done(
+        said, "train", tiny_yaml, *options,
+        "stages[0].steps=2", "stages[1].steps=1", "stages[2].steps=1",
+    )  # fmt: skip
     run = Run(tmp_path / "run")
     shutil.rmtree(run.folder / "final")
     for path in checkpoints_of(run.folder)[1:]:
@@ -151,9 +79,9 @@ def test_a_full_disk(tiny_yaml, tmp_path, policy):
     assert checkpoints_of(run.folder) == [run.checkpoint(2)]
     before = {p.name: p.read_bytes() for p in run.checkpoint(2).iterdir()}
     options += ["stages[0].steps=2", "stages[1].steps=3", "stages[2].steps=3", "--resume"]
-    limited = start(tiny_yaml, *options, RLIMIT_FSIZE=30_000)
-    out, _ = limited.communicate(timeout=60)
-    assert limited.returncode == 1, out  # with continue, it is the last export that fails
+    limited = Child(said, "train", tiny_yaml, *options, RLIMIT_FSIZE=30_000)
+    status, out = limited.ended(), limited.printed()
+    assert status == 1, out  # with continue, it is the last export that fails
     assert "could not save step 4" in out or "could not save step 5" in out
     assert "newest checkpoint is step_00000002" in out and "Traceback" not in out
     assert {p.name: p.read_bytes() for p in run.checkpoint(2).iterdir()} == before
@@ -161,9 +89,7 @@ def test_a_full_disk(tiny_yaml, tmp_path, policy):
     steps = [row["step"] for row in run.lines if "grad_norm" in row]
     assert max(steps) == (8 if policy == "continue" else 4)
     assert len(run.events("save_error")) == (0 if policy == "stop" else 4)
-    again = start(tiny_yaml, *options)
-    out, _ = again.communicate(timeout=60)
-    assert again.returncode == 0 and "continuing after step 2" in out
+    assert "continuing after step 2" in done(said, "train", tiny_yaml, *options).printed()
     assert run.checkpoint(8).is_dir()
 
 
@@ -314,37 +240,19 @@ def test_a_spike_is_warned_about(make_config, train, monkeypatch):
 
 
 def test_a_dead_rank_ends_the_others(tiny_yaml, tmp_path):
-    """Within a minute, with a line that says why."""
-    import threading
-
-    killed: list[float] = []
-
-    def kill() -> None:
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        deadline = time.monotonic() + 200
-        while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size):
-            time.sleep(0.1)
-        time.sleep(1)
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                env = Path(f"/proc/{pid}/environ").read_bytes()
-                command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            except OSError:
-                continue
-            if b"\0RANK=1\0" in b"\0" + env and str(tmp_path).encode() in command:
-                os.kill(int(pid), signal.SIGKILL)
-                killed.append(time.monotonic())
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    done = two_ranks(tiny_yaml, f"run.dir={tmp_path}", "stages[0].steps=100000",
-                     "deepspeed.zero_optimization.stage=1")  # fmt: skip
-    ended = time.monotonic()
-    thread.join()
-    assert len(killed) == 1 and ended - killed[0] < 60
-    assert done[1].returncode == -signal.SIGKILL and done[0].returncode == 1
-    last = done[0].stdout.strip().splitlines()[-1]
-    assert "rank" in last and "--resume" in last, done[0].stdout[-2000:]
+    """They end by themselves, with a line that says why."""
+    announcement = Announcement("step:logged#3@1")
+    processes = start_two_ranks(
+        tiny_yaml, f"run.dir={tmp_path}", "stages[0].steps=100000",
+        "deepspeed.zero_optimization.stage=1", announcement=announcement,
+    )  # fmt: skip
+    pid = announcement.wait()
+    assert pid == processes[1].pid
+    os.kill(pid, signal.SIGKILL)
+    ended = until_they_end(processes)
+    assert ended[1].returncode == -signal.SIGKILL and ended[0].returncode == 1
+    last = ended[0].stdout.strip().splitlines()[-1]
+    assert "rank" in last and "--resume" in last, ended[0].stdout[-2000:]
 
 
 # Files that are not what they were
