@@ -260,7 +260,7 @@ def test_a_dead_rank_ends_the_others(tiny_yaml, tmp_path):
 
 @pytest.mark.slow
 def test_a_dead_rank_under_the_launcher(tiny_yaml, tmp_path):
-    """The launcher, too, ends; it passes on no pipe, so the rank announces itself in a named one."""
+    """The launcher ends too; it passes no pipe on, so the rank announces itself in a named one."""
     announced = tmp_path / "announced"
     os.mkfifo(announced)
     command = ["deepspeed", "--num_accelerators", "2", "--master_port", str(port_of_ours()),
