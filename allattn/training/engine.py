@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -43,12 +42,15 @@ def connect(config: Config) -> World:
     if kind == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not launched:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        # one process meets nobody, so it needs no port, which another could take meanwhile;
+        # DeepSpeed names its shared memory by the port, so we give it a number of our own
+        own = str(os.getpid())
         os.environ.update(
-            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=own
         )
+        store = torch.distributed.HashStore()
+        backend = "nccl" if kind == "cuda" else "gloo"
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     _start_deepspeed(kind)
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")

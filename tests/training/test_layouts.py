@@ -130,17 +130,22 @@ def test_two_nodes_of_one_rank(alone, tiny_yaml, tmp_path):
     assert got == pytest.approx(alone("fp32").losses(), abs=1e-5) and len(got) >= STEPS
 
 
+def losses_of(yaml: Path, folder: Path, micro: int) -> dict[tuple[str, int], float]:
+    """Of 50 steps on one rank."""
+    own = [f"run.dir={folder}", f"train.micro_batch_size={micro}"]
+    Trainer(load_config(yaml, ["stages[0].steps=40", *own, *OPTIONS])).train()
+    return Run(folder / "run").losses()
+
+
+@pytest.fixture(scope="module")
+def undivided(tiny_yaml, tmp_path_factory) -> dict[tuple[str, int], float]:
+    return losses_of(tiny_yaml, tmp_path_factory.mktemp("undivided"), 4)
+
+
 @pytest.mark.parametrize("micro", [1, 2, 4])
-def test_micro_batches_change_nothing(tiny_yaml, tmp_path, micro):
-    """50 steps on one rank; two ranks are above."""
-    options = ["stages[0].steps=40", f"run.dir={tmp_path}", *OPTIONS]
-    losses = []
-    for i, size in enumerate((4, micro)):
-        config = load_config(
-            tiny_yaml, [*options, f"train.micro_batch_size={size}", f"run.name={i}"]
-        )
-        Trainer(config).train()
-        losses.append(Run(tmp_path / str(i)).losses())
+def test_micro_batches_change_nothing(tiny_yaml, tmp_path, undivided, micro):
+    """On one rank; two ranks are above."""
+    losses = [undivided, losses_of(tiny_yaml, tmp_path, micro)]
     assert losses[0].keys() == losses[1].keys() and len(losses[0]) >= 50
     for key, loss in losses[0].items():
         assert losses[1][key] == pytest.approx(loss, abs=1e-5), key

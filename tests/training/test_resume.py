@@ -66,9 +66,17 @@ def test_stopping_at_every_step_changes_nothing(make_config, train, way):
 
 
 def test_stopping_once(make_config, train):
-    whole = train(make_config(*DROPOUT, name="whole"))
+    """At a step whose checkpoint is the last that is there."""
+    options = [*DROPOUT, "train.save_every=1"]
+    whole = train(make_config(*options, name="whole"))
     for n in (1, DENSE_END - 1, DENSE_END, PRUNE_END - 1, PRUNE_END, PRUNE_END + 1, STEPS - 1):
-        assert_same_state(whole, train(make_config(*DROPOUT, name=f"stopped{n}"), n))
+        config = make_config(*options, name=f"stopped{n}")
+        shutil.copytree(whole.folder, whole.folder.with_name(f"stopped{n}"))
+        for later in range(n + 1, STEPS + 1):
+            shutil.rmtree(
+                whole.folder.with_name(f"stopped{n}") / "checkpoints" / f"step_{later:08d}"
+            )
+        assert_same_state(whole, train(config, start=False))
 
 
 def test_the_runs_here_cross_the_end_of_a_pass(tiny_corpus):

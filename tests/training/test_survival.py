@@ -8,15 +8,18 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 
 import pytest
 import torch
-from killed import Announcement, Child, done
+from killed import HANG, Announcement, Child, done
+from ports import port_of_ours
 from runs import DENSE_END, STEPS, Run, same_tensors
-from test_deepspeed import start_two_ranks, until_they_end
+from test_deepspeed import environment, start_two_ranks, until_they_end
 
 from allattn.cli import main
 from allattn.model.adaptive import TiedVocabulary
+from allattn.moments import ANNOUNCE_TO, PAUSE_AT
 from allattn.training.monitor import SpikeDetector
 from allattn.training.optim import LossScale
 from allattn.training.state import checkpoints_of
@@ -253,6 +256,27 @@ def test_a_dead_rank_ends_the_others(tiny_yaml, tmp_path):
     assert ended[1].returncode == -signal.SIGKILL and ended[0].returncode == 1
     last = ended[0].stdout.strip().splitlines()[-1]
     assert "rank" in last and "--resume" in last, ended[0].stdout[-2000:]
+
+
+@pytest.mark.slow
+def test_a_dead_rank_under_the_launcher(tiny_yaml, tmp_path):
+    """The launcher ends too; it passes no pipe on, so the rank announces itself in a named one."""
+    announced = tmp_path / "announced"
+    os.mkfifo(announced)
+    command = ["deepspeed", "--num_accelerators", "2", "--master_port", str(port_of_ours()),
+               "--module", "allattn", "train", str(tiny_yaml), f"run.dir={tmp_path}",
+               "train.save_every=1", "stages[0].steps=100000"]  # fmt: skip
+    env = environment(**{PAUSE_AT: "step:logged#3@1", ANNOUNCE_TO: str(announced)})
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    with announced.open() as said:  # waits for the rank to open it
+        moment, pid = said.readline().split()
+    assert moment == "step:logged"
+    os.kill(int(pid), signal.SIGKILL)
+    out, _ = process.communicate(timeout=HANG)
+    assert process.returncode != 0, out
+    assert checkpoints_of(tmp_path / "run")
 
 
 # Files that are not what they were
