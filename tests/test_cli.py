@@ -376,6 +376,19 @@ def test_an_interrupt_is_no_traceback(tiny_yaml, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == "allattn: interrupted"
 
 
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("Tried to\nallocate")])
+def test_too_little_memory_is_no_mistake_of_ours(tiny_yaml, tmp_path, monkeypatch, fails, error):
+    from allattn.training.trainer import Trainer
+
+    def full(self):
+        raise error
+
+    monkeypatch.setattr(Trainer, "_train_step", full)
+    line = fails(1, "train", tiny_yaml, f"run.dir={tmp_path}")
+    assert line.startswith("out of memory: use a smaller batch")
+    assert "Tried to allocate" in line or not str(error)
+
+
 def test_our_own_mistakes_do_show_a_traceback(tiny_yaml, tmp_path, monkeypatch, capsys):
     """Only what a user caused is cut to a line."""
     from allattn.training.trainer import Trainer

@@ -1,4 +1,4 @@
-"""What the heads of a model do: finds the run around the model, and writes the report."""
+"""Finds the run around a model, and writes the report on what the heads of the model do."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _report(
     n_states: int,
     how: tuple[str, int, int, int],
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The report, and the lines of the run's metrics.jsonl that it goes by."""
+    """Make the report; also give the lines of the run's metrics.jsonl that it goes by."""
     from allattn.analysis.analyze import Analyzer, Settings
     from allattn.inference.evaluate import evaluate
 
@@ -108,7 +108,7 @@ def _report(
 
 
 def _state(name: str, source: Source, device: torch.device) -> State:
-    """A model of the run, loaded when it is its turn."""
+    """Describe a model of the run, which is loaded when it is its turn."""
     from allattn.analysis.analyze import State
     from allattn.inference.load import build_model
 
@@ -121,7 +121,7 @@ def _state(name: str, source: Source, device: torch.device) -> State:
 def _history(
     source: Source, subject: State, device: torch.device, n_states: int
 ) -> tuple[History, list[str]]:
-    """What the run around the model tells, and notes on what it does not."""
+    """Read what the run around the model tells; also give notes on what it does not."""
     from allattn.analysis.analyze import History
     from allattn.analysis.survival import read_metrics
     from allattn.inference.history import history_of
@@ -148,7 +148,7 @@ def _history(
 def _about(
     source: Source, subject: State, history: History, result: dict[str, Any]
 ) -> dict[str, Any]:
-    """The report's lines on the model itself."""
+    """Describe the model itself."""
     n_persistent = source.config.n_persistent
     return {
         "path": str(source.weights.path),
@@ -162,7 +162,7 @@ def _about(
 
 
 def _progress(what: str, n: int) -> Any:
-    """A bar on a terminal, elsewhere a line."""
+    """Show a bar on a terminal, and a line elsewhere."""
     from tqdm import tqdm
 
     if not sys.stderr.isatty():

@@ -40,7 +40,7 @@ def seed_of(name: str, value: int) -> None:
 
 
 def folder(name: str, value: str | Path) -> Path:
-    """The path of a folder to write, which an empty text is not.
+    """Turn the name of a folder to write into a path, and refuse an empty one.
 
     Raises:
         ArgumentError: It is empty.
@@ -51,7 +51,7 @@ def folder(name: str, value: str | Path) -> Path:
 
 
 def config_of(config: Config | str | Path) -> Config:
-    """A config as it is, or the one that a path or a name stands for.
+    """Return a config as it is, or load the one that a path or a name stands for.
 
     Raises:
         ConfigError: There is none, or it cannot be used.

@@ -1,4 +1,4 @@
-"""Measure and prune trained models.
+"""Measures and prunes trained models.
 
 Every `path` is a run (its final model, or else its newest checkpoint), a checkpoint or an export.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from allattn.api.arguments import at_least, folder, seed_of
+from allattn.api.arguments import at_least, folder, one_of, seed_of
 from allattn.config import ArgumentError, PruneConfig
 
 METHODS = ("importance", "magnitude", "random")
@@ -64,6 +64,7 @@ def evaluate(
             "data", "a text needs no corpus; give {text} or {data}, not both", ("text", "data")
         )
     at_least("batch_size", batch_size, 1)
+    one_of("device", device, ("auto", "cpu", "cuda"))
     program = open_program(path)
     if program is not None:
         fixed = {
@@ -182,7 +183,7 @@ def prune(
         source.corpus(data),
         settings,
         budget,
-        shares,
+        [float(share) for share in shares],
         split=split,
         batch_size=batch_size,
         rescore=rescore,
@@ -229,7 +230,7 @@ def compare(
 
 
 def _named(path: str | Path) -> tuple[str, Path]:
-    """The label and the folder of `LABEL=PATH`; a folder that exists is its own label."""
+    """Split `LABEL=PATH`; a folder that exists under the whole name is its own label."""
     label, _, folder_name = str(path).rpartition("=")
     if not label or Path(path).exists():
         return str(path), Path(path)

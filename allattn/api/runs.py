@@ -1,4 +1,4 @@
-"""Before and during a run: what a config comes to, and training."""
+"""Describes what a config comes to, and trains it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Use a trained model: write it as a folder of its own, sample from it, load its parts.
+"""Uses a trained model: writes it as a folder of its own, samples from it, loads its tokenizer.
 
 Every `path` is a run (its final model, or else its newest checkpoint), a checkpoint or an export.
 """

@@ -2,7 +2,7 @@
 
 Exit status: 0 done, 1 the run failed, 2 wrong usage or config, 75 stopped by SIGTERM and saved.
 Results go to stdout (with --json one object and nothing else), everything else to stderr. A user's
-error is one line.
+error is one line, and with --debug its traceback above it; a mistake of ours always has one.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def _status(error: Exception) -> int | None:
     """The exit status of an error that was meant for the user; None: it was not."""
     if isinstance(error, ConfigError):
         return 1 if isinstance(error, UnavailableError) else 2
+    if _is_memory(error):
+        return 1
     if isinstance(error, ValueError | OSError | RuntimeError):
         if type(error).__name__ == "Stopped":
             return 75  # EX_TEMPFAIL: try again, with --resume
@@ -84,9 +86,16 @@ def _fail(error: Exception, status: int) -> int:
         text = error.spelt(lambda name: f"--{name.replace('_', '-')}")
     if isinstance(error, OSError) and error.filename:
         text = f"{error.filename}: {error.strerror}"
+    if _is_memory(error):
+        text = f"out of memory: use a smaller batch or segment ({text or 'no more is known'})"
     text = " ".join(text.split()) or type(error).__name__
     print(f"allattn: error: {text}", file=sys.stderr)
     return status
+
+
+def _is_memory(error: Exception) -> bool:
+    """Whether memory ran out; torch has an error of its own, which must not be imported here."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def _is_ours(error: Exception) -> bool:

@@ -1,4 +1,4 @@
-"""What each command does: one call of the Python API, and printing."""
+"""Runs each command: one call of the Python API, and printing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from allattn.config import ArgumentError
 
 
 def prepare_command(args: argparse.Namespace) -> None:
-    """Texts to a corpus of token ids."""
+    """Turn texts into a corpus of token ids."""
     names = (
         "out", "dataset", "source", "download", "train", "valid", "test", "text_column",
         "tokenizer", "tokenizer_from", "vocab_size", "model_type", "min_count", "max_vocab",
@@ -24,7 +24,7 @@ def prepare_command(args: argparse.Namespace) -> None:
 
 
 def configs_command(args: argparse.Namespace) -> None:
-    """The configs that ship with allattn."""
+    """List the configs that ship with allattn, or print one."""
     if args.name is not None:
         print(allattn.config_text(args.name), end="")
         return
@@ -35,7 +35,7 @@ def configs_command(args: argparse.Namespace) -> None:
 
 
 def show_command(args: argparse.Namespace) -> None:
-    """What a config comes to; trains nothing."""
+    """Show what a config comes to, without training."""
     config = allattn.load_config(args.config, args.overrides)
     result = allattn.describe(config)
     if args.json:
@@ -66,7 +66,7 @@ def train_command(args: argparse.Namespace) -> None:
 
 
 def evaluate_command(args: argparse.Namespace) -> None:
-    """Perplexity of a run, checkpoint or export."""
+    """Measure the perplexity of a run, a checkpoint or an export."""
     names = (
         "path", "split", "data", "text", "per_line", "seq_len", "mem_len", "clamp_len",
         "same_length", "batch_size", "device",
@@ -111,7 +111,7 @@ def _shares(name: str, text: str) -> list[float]:
 
 
 def analyze_command(args: argparse.Namespace) -> None:
-    """What the heads do."""
+    """Report on what the heads do."""
     from allattn.analysis.report import table
 
     names = (
@@ -152,7 +152,7 @@ def generate_command(args: argparse.Namespace) -> None:
 
 
 def compare_command(args: argparse.Namespace) -> None:
-    """Perplexity against parameters."""
+    """Set the perplexity of several models against their parameters."""
     from allattn.inference.compare import table
 
     rows = allattn.compare(**_given(args, ("paths", "out", "data", "device")))
@@ -163,7 +163,7 @@ def compare_command(args: argparse.Namespace) -> None:
 
 
 def doctor_command(args: argparse.Namespace) -> int:
-    """What training on this machine depends on; 1 where training would fail."""
+    """Check what training on this machine depends on; return 1 if it would fail."""
     report = allattn.doctor()
     if args.json:
         print_json(report)
@@ -177,7 +177,7 @@ def doctor_command(args: argparse.Namespace) -> int:
 
 
 def completion_command(args: argparse.Namespace) -> None:
-    """A script for the shell."""
+    """Print the completion script for a shell."""
     from allattn.cli.arguments import build_parser
     from allattn.cli.completion import completion_script
 
@@ -185,7 +185,7 @@ def completion_command(args: argparse.Namespace) -> None:
 
 
 def version_text() -> str:
-    """The versions that matter in a report of a problem, and the device, in two lines."""
+    """Say, in two lines, the versions that matter in a report of a problem, and the device."""
     import platform
 
     from allattn.machine.versions import installed
@@ -203,10 +203,10 @@ def version_text() -> str:
 
 
 def print_json(value: Any) -> None:
-    """One JSON value on stdout."""
+    """Print one JSON value on stdout."""
     print(json.dumps(value))
 
 
 def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
-    """Those options of a command that are arguments of the function behind it."""
+    """Pick the options of a command that are arguments of the function behind it."""
     return {name: getattr(args, name) for name in names}

@@ -1,4 +1,4 @@
-"""`allattn completion`: a script that lets the shell complete commands, options and names."""
+"""Makes the script that lets a shell complete commands, options and names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONFIGS = {"config", "name"}
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script for a shell.
+    """Make the script for a shell.
 
     Args:
         parser: All commands and their options.
@@ -55,7 +55,7 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Every option and argument of every command."""
+    """Yield every option and argument of every command."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():

@@ -125,7 +125,7 @@ def save_config(config: Config, path: str | Path) -> None:
 
 
 def to_yaml(config: Config) -> str:
-    """A config, with every key resolved, as YAML text.
+    """Turn a config, with every key resolved, into YAML text.
 
     Args:
         config: What to write.

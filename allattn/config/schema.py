@@ -42,7 +42,7 @@ class ArgumentError(ConfigError):
         super().__init__(self.spelt(str))
 
     def spelt(self, spell: Callable[[str], str]) -> str:
-        """The message, with every argument's name as `spell` writes it."""
+        """Return the message with every argument's name as `spell` writes it."""
         text = self._problem
         for name in self._mentions:
             text = text.replace(f"{{{name}}}", spell(name))

@@ -1,4 +1,4 @@
-"""The configs that ship with allattn, found by name."""
+"""Finds the configs that ship with allattn by their names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def shipped_file(name: str) -> Path | None:
-    """A file or folder that ships beside the code, such as `configs`.
+    """Find a file or folder that ships beside the code, such as `configs`.
 
     In a wheel it lies in the package, in a checkout next to `pyproject.toml`.
 
@@ -26,13 +26,13 @@ def shipped_file(name: str) -> Path | None:
 
 
 def shipped_configs() -> dict[str, Path]:
-    """The files of the configs that ship with allattn, by name."""
+    """List the files of the configs that ship with allattn, by name."""
     folder = shipped_file("configs")
     return {} if folder is None else {p.stem: p for p in sorted(folder.glob("*.yaml"))}
 
 
 def configs() -> dict[str, str]:
-    """What configs ship with allattn; each name can stand where a config file is asked for.
+    """List the configs that ship with allattn; a name can stand wherever a config file can.
 
     Returns:
         One line on each config, by name: the first comment line of its file.
@@ -48,7 +48,7 @@ def configs() -> dict[str, str]:
 
 
 def config_text(name: str) -> str:
-    """The file of a config that ships with allattn, as it is: to start one of your own from.
+    """Read a config that ships with allattn as it is, to start one of your own from.
 
     Args:
         name: One of the names in `configs()`.
@@ -66,7 +66,7 @@ def config_text(name: str) -> str:
 
 
 def find_config(path: str | Path) -> Path:
-    """The file that a user means by a path or by the name of a shipped config.
+    """Find the file that a user means by a path or by the name of a shipped config.
 
     Raises:
         ConfigError: Neither is there.

@@ -1,1 +1,1 @@
-"""What allattn finds on this machine: versions, devices, compiler, speed."""
+"""Looks at the machine: versions, devices, compiler, speed."""

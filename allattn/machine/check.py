@@ -1,4 +1,4 @@
-"""One line of `allattn doctor`."""
+"""Describes one line of `allattn doctor`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LEVELS: tuple[Status, ...] = ("ok", "warning", "error")
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at and how it is.
+    """Says what was looked at and how it is.
 
     Attributes:
         name: What was looked at.
@@ -29,5 +29,5 @@ class Check:
 
 
 def worst(checks: list[Check]) -> Status:
-    """The most serious status among them."""
+    """Return the most serious status among the checks."""
     return max((check.status for check in checks), key=LEVELS.index, default="ok")

@@ -67,7 +67,7 @@ def _machine() -> list[Check]:
 
 
 def _speed() -> list[Check]:
-    """Measured last, when nothing else of ours runs."""
+    """Measure last, when nothing else of ours runs."""
     try:
         from allattn.machine.hardware import check_speed
     except (ImportError, OSError):
@@ -76,7 +76,7 @@ def _speed() -> list[Check]:
 
 
 def _accelerator(process: subprocess.Popen[str]) -> Check:
-    """What DeepSpeed would compute on and communicate with."""
+    """Check what DeepSpeed would compute on and communicate with."""
     todo = "train without its launcher, in one process; or install it again"
     try:
         out, err = process.communicate(timeout=_SECONDS)

@@ -1,4 +1,4 @@
-"""The devices, the compiler and the speed of this machine."""
+"""Looks at the devices, the compiler and the speed of this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SECONDS = 0.2  # to repeat a product in
 
 
 def cpu_name() -> str:
-    """What the processor calls itself, and how many of its cores this process may use."""
+    """Name the processor, and say how many of its cores this process may use."""
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -31,14 +31,14 @@ def cpu_name() -> str:
 
 
 def device_name() -> str:
-    """The device that `auto` takes, in words."""
+    """Name the device that `auto` takes."""
     if not torch.cuda.is_available():
         return f"cpu ({cpu_name()})"
     return f"cuda ({torch.cuda.device_count()} x {torch.cuda.get_device_name()})"
 
 
 def check_devices() -> list[Check]:
-    """The processor and every GPU, each with its memory."""
+    """Check the processor and every GPU, each with its memory."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     limit = Path("/sys/fs/cgroup/memory.max")  # of a container
     if limit.exists() and (text := limit.read_text(encoding="utf-8").strip()).isdigit():
@@ -63,7 +63,7 @@ def check_devices() -> list[Check]:
 
 
 def check_kernel() -> list[Check]:
-    """The compiler, and the attention kernel that it makes for the CPU; compiles nothing."""
+    """Check the compiler and the attention kernel that it makes for the CPU; compile nothing."""
     built = build.find_built()
     try:
         compiler = build.find_compiler()
@@ -88,7 +88,7 @@ def check_kernel() -> list[Check]:
 
 
 def check_disk(runs: Path) -> Check:
-    """Room for runs, where they go by default."""
+    """Check that there is room where runs go by default."""
     place = runs.absolute()
     while not place.exists():
         place = place.parent
@@ -105,7 +105,7 @@ def check_disk(runs: Path) -> Check:
 
 
 def check_speed() -> Check:
-    """The fastest matrix product in float32 and bfloat16, measured for a moment."""
+    """Measure, for a moment, the fastest matrix product in float32 and bfloat16."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     rates = {k: matmul_rate(device, dtype, _SECONDS) / 1e9 for k, dtype in dtypes.items()}

@@ -1,4 +1,4 @@
-"""Which versions are installed, against the bounds of allattn and the versions of its tests."""
+"""Holds what is installed against the bounds of allattn and the versions of its tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXTRAS = {  # what each gives
 
 
 def installed(name: str) -> str | None:
-    """The version of a distribution; None where it is not installed. Nothing is imported."""
+    """Look up the version of a distribution, without importing it; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -34,7 +34,7 @@ def installed(name: str) -> str | None:
 
 
 def tested_versions() -> dict[str, str] | None:
-    """The exact versions that the test suite ran with, by distribution; None where none ship."""
+    """Read the exact versions that the test suite ran with; None where they do not ship."""
     path = shipped_file(CONSTRAINTS)
     if path is None:
         return None
@@ -50,7 +50,7 @@ def tested_versions() -> dict[str, str] | None:
 
 
 def check_versions() -> list[Check]:
-    """Python, allattn, and each library that it needs or can use."""
+    """Check Python, allattn, and each library that it needs or can use."""
     try:
         about = metadata.metadata("allattn")
     except metadata.PackageNotFoundError:
@@ -100,7 +100,7 @@ def _library(requirement: Requirement, tested: dict[str, str]) -> Check:
 
 
 def _extra(extra: str, own: list[Requirement], tested: dict[str, str]) -> Check:
-    """An extra is there if all of its libraries are; without it nothing is wrong."""
+    """Check the libraries of an extra, without which nothing is wrong."""
     name, gives = f"extra {extra}", EXTRAS[extra]
     missing = [r.name for r in own if installed(r.name) is None]
     if missing:

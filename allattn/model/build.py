@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -18,16 +19,20 @@ _FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC"]
 
 
 def _folders() -> list[Path]:
-    """Where builds may be kept: the user's cache, then the temporary folder; never the package."""
-    temporary = Path(tempfile.gettempdir()) / f"allattn-{os.geteuid()}"
+    """List where builds may be kept: the user's cache, then the temporary folder."""
+    folders = []
     base = os.environ.get("TORCH_EXTENSIONS_DIR") or os.environ.get("XDG_CACHE_HOME")
     # the path keeps its ~ where HOME is not set and the system does not know this user
     base = base or os.path.expanduser("~/.cache")
-    return [temporary] if base.startswith("~") else [Path(base) / "allattn", temporary]
+    if not base.startswith("~"):
+        folders.append(Path(base) / "allattn")
+    with contextlib.suppress(FileNotFoundError):  # nothing that can be written is temporary
+        folders.append(Path(tempfile.gettempdir()) / f"allattn-{os.geteuid()}")
+    return folders
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether only this user writes there: what others could have put there is not run."""
+    """Tell whether only this user writes there: what others put there is not run."""
     try:
         return folder.stat().st_uid == os.geteuid()
     except OSError:
@@ -35,7 +40,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _writable_folder() -> Path:
-    """The first of the folders that can be made, and in which a file can be made."""
+    """Find the first of the folders in which a file can be made."""
     for folder in _folders():
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -48,7 +53,7 @@ def _writable_folder() -> Path:
 
 
 def cache_folder() -> Path | None:
-    """Where the compiled kernel is, or would be; None where no folder can be written."""
+    """Say where the compiled kernel is, or would be; None if no folder can be written."""
     built = find_built()
     try:
         return built.parent if built else _writable_folder()
@@ -57,7 +62,7 @@ def cache_folder() -> Path | None:
 
 
 def find_compiler() -> str:
-    """Path of a C++ compiler.
+    """Find a C++ compiler.
 
     Raises:
         OSError: There is none on the PATH.
@@ -80,20 +85,20 @@ def _cpu() -> str:
 
 
 def _file_name() -> str:
-    """Of a build of this source for this CPU."""
+    """Name a build of this source for this CPU."""
     what = "\n".join([SOURCE.read_text(encoding="utf-8"), *_FLAGS, _cpu()])
     return f"fused_cpu-{hashlib.sha256(what.encode()).hexdigest()[:16]}.so"
 
 
 def find_built() -> Path | None:
-    """The library, where it was compiled for this source and CPU before."""
+    """Find the library, where it was compiled for this source and CPU before."""
     name = _file_name()
     built = (folder / name for folder in _folders() if _is_ours(folder))
     return next((path for path in built if path.exists()), None)
 
 
 def build(check: Callable[[Path], object]) -> Path:
-    """The library's path; compiled if this source was not yet, for this CPU.
+    """Return the library's path; compile it first if there is none of this source for this CPU.
 
     Each build has a folder of its own, and its result is moved to its name in one step. So several
     processes may start at once (each builds, to the same result), and one that is killed leaves
@@ -134,7 +139,7 @@ def build(check: Callable[[Path], object]) -> Path:
 
 
 def instructions() -> list[str]:
-    """The vector instructions that the compiler finds on this CPU and the kernel can use.
+    """List the vector instructions that the compiler finds on this CPU and the kernel can use.
 
     Raises:
         OSError, subprocess.SubprocessError: There is no compiler, or it failed.

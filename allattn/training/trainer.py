@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from allattn.config import Config, ConfigError, save_config, with_vocabulary
-from allattn.data.lanes import Corpus, Lanes
+from allattn.data.lanes import Lanes
 from allattn.model import kernel
 from allattn.model.attention import choose
 from allattn.model.scoring import perplexity
 from allattn.model.transformer import TransformerLM, flops_per_token
 from allattn.pruning.budget import stage_table
 from allattn.pruning.schedule import Schedule
-from allattn.training.corpus import open_corpus, prepare_corpus
+from allattn.training.corpus import open_corpus, prepare_missing
 from allattn.training.distill import Teacher, check_teacher, first_stage, save_teacher
 from allattn.training.engine import connect
 from allattn.training.live import LiveModel
@@ -88,12 +88,8 @@ class Trainer:
         if self.world.rank == 0 and self.run_dir.exists():
             # before anything is read: another process may be about to write the newest checkpoint
             self.lock = lock_folder(self.run_dir)
-        if corpus is None and self.world.rank == 0:
-            prepare_corpus(config.data)
-        # every rank has looked at the run's folder before rank 0 makes it, and rank 0 has prepared
-        # the corpus before another opens it
-        self.world.barrier()
-        self.corpus = corpus or Corpus(config.data.dir)
+        self.world.barrier()  # also: every rank has looked at the folder before rank 0 makes it
+        self.corpus = prepare_missing(corpus, config.data, self.world)
         checkpoints = checkpoints_of(self.run_dir)
         if not checkpoints and (self.run_dir / "final").exists():
             raise ConfigError(

@@ -239,3 +239,25 @@ def test_one_process_with_deepspeed(tiny_yaml, tmp_path, local):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert_same_run(Run(tmp_path / "run"), local)
+
+
+@pytest.mark.slow
+def test_rank_0_prepares_a_missing_corpus(tiny_yaml, tmp_path):
+    data = tmp_path / "data"
+    options = [
+        f"run.dir={tmp_path / 'runs'}", f"data.dir={data}", "stages=[{name: a, steps: 2}]",
+        "data.prepare={dataset: tiny, tokenizer: byte}",
+    ]  # fmt: skip
+    done = two_ranks(tiny_yaml, *options)
+    assert [each.returncode for each in done] == [0, 0], [each.stdout[-1500:] for each in done]
+    said = [each.stdout.count("is not there yet: preparing") for each in done]
+    assert said == [1, 0]
+    assert (tmp_path / "runs" / "run" / "final").is_dir()
+    assert Run(tmp_path / "runs" / "run").losses()
+    # a corpus that cannot be prepared ends both
+    wrong = [option.replace("tiny", "wikitext-2, source: nowhere") for option in options]
+    done = two_ranks(tiny_yaml, *wrong, f"data.dir={tmp_path / 'other'}", "run.name=other")
+    assert [each.returncode for each in done] == [1, 1]
+    assert "wiki.train.tokens" in done[0].stdout
+    assert "rank 0 could not prepare it" in done[1].stdout
+    assert "Traceback" not in done[0].stdout + done[1].stdout
