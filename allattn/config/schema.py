@@ -192,7 +192,7 @@ class ModelConfig:
     )
     dropout: float = key(
         0.1,
-        "Dropout of embeddings, of each block's output and of the last hidden layer.",
+        "Dropout of embeddings, inside and after each block, and of the last hidden layer.",
         unit="share of the values",
         allowed=NOT_ALL,
     )

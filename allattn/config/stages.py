@@ -90,7 +90,7 @@ class PruneConfig:
     )
     gate_init: float = key(
         2.0,
-        "Where the gates start. At 2 almost every head is open at first, at 0 all are undecided.",
+        "Where the gates start. At 2 almost every head is open at first; at 0 many are undecided.",
         unit="log-odds",
         allowed=Range(),
     )
