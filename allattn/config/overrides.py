@@ -71,13 +71,9 @@ def _set(config: Any, key: str, value: Any, override: str) -> Any:
     parts = _parts(key)
     section, parent = _section(parts[:-1]), key.rpartition(".")[0]
     try:
-        if (
-            dataclasses.is_dataclass(section)
-            and parent
-            and OmegaConf.select(config, parent) is None
-        ):
-            # an optional section that is absent so far, such as stages[0].prune
-            OmegaConf.update(config, parent, section())
+        _make_section(config, parent, section)
+        if isinstance(value, dict):
+            _make_section(config, key, _section(parts))
         if isinstance(value, dict | list):
             if parts[-1].startswith("["):
                 reject_unknown_keys(value, section, key, "override")
@@ -89,6 +85,16 @@ def _set(config: Any, key: str, value: Any, override: str) -> Any:
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(f"override {override!r}: {one_line(error)}") from None
     return config
+
+
+def _make_section(config: Any, path: str, section: Any) -> None:
+    """Give an optional section that is absent so far, such as stages[0].prune, its defaults.
+
+    OmegaConf merges into an absent section by itself only since 2.4.
+    """
+    optional = isinstance(section, type) and dataclasses.is_dataclass(section)
+    if path and optional and OmegaConf.select(config, path) is None:
+        OmegaConf.update(config, path, section())
 
 
 def _check_path(config: Any, parts: list[str], key: str) -> None:

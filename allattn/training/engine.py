@@ -48,7 +48,7 @@ def connect(config: Config) -> World:
         os.environ.update(
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=own
         )
-        store = torch.distributed.HashStore()
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # not in its __all__
         backend = "nccl" if kind == "cuda" else "gloo"
         torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     _start_deepspeed(kind)
