@@ -134,7 +134,7 @@ if [ "${1:-}" = test ]; then
     shift
     cd "$here"
     export PATH="$venv/bin:$PATH"
-    exec "$venv/bin/python" -m pytest -n 2 --dist worksteal "$@"
+    exec "$venv/bin/python" -m pytest -n 2 --dist worksteal --durations=10 "$@"
 fi
 
 setup
