@@ -33,14 +33,17 @@ need_python() {
     python=${PYTHON:-python3}
     command -v "$python" >/dev/null ||
         fail 2 "$python is not on the PATH; install Python 3.10 or newer, or set PYTHON to one"
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        fail 2 "Python 3.10 or newer is required (found $("$python" --version 2>&1)); set PYTHON to a newer one, such as PYTHON=python3.12"
+    version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null) ||
+        fail 2 "$python does not run; set PYTHON to Python 3.10 or newer"
+    case "$version" in
+        2.* | 3.[0-9].*) fail 2 "Python 3.10 or newer is required (found $version); set PYTHON to a newer one, such as PYTHON=python3.12" ;;
+    esac
 }
 
 # What an environment depends on. The first line settles whether one has to be made anew, all of
 # it whether something has to be installed.
 fingerprint() { # MODE
-    echo "$venv $("$python" --version 2>&1) torch=${TORCH:-default} $1"
+    echo "$venv $version torch=${TORCH:-default} $1"
     cat "$here/pyproject.toml" "$here/constraints.txt" "$here/tools/versions.py" | cksum
 }
 

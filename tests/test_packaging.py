@@ -147,10 +147,7 @@ def test_an_old_python_is_refused_in_a_line(tmp_path):
     import subprocess
 
     old = tmp_path / "python3.9"
-    old.write_text(
-        '#!/bin/sh\ncase "$1" in --version) echo "Python 3.9.2";; *) exit 1;; esac\n',
-        encoding="utf-8",
-    )
+    old.write_text('#!/bin/sh\necho "3.9.2"\n', encoding="utf-8")
     old.chmod(0o755)
     done = subprocess.run(
         ["bash", str(ROOT / "run.sh"), "setup"],
@@ -158,4 +155,4 @@ def test_an_old_python_is_refused_in_a_line(tmp_path):
     )  # fmt: skip
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert line.startswith("run.sh: Python 3.10 or newer is required (found Python 3.9.2)")
+    assert line.startswith("run.sh: Python 3.10 or newer is required (found 3.9.2)")

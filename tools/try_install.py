@@ -209,13 +209,14 @@ def no_space(scratch: Path) -> str:
 
 @a_try
 def wrong_python(scratch: Path) -> str:
-    """An older Python is refused with its version; so is one that is not there."""
+    """An older Python (PYTHON_TOO_OLD) is refused with its version; so is one that is not there."""
     folder = base(scratch)
     env = {**os.environ, "PYTHON": "no-such-python"}
     missing = one_line(run(["./run.sh", "setup"], folder, 2, env), "not on the PATH")
-    old = next((p for p in ("python3.9", "python3.8", "python3.7") if shutil.which(p)), None)
-    if old is None:
-        return f"{missing}; no older Python is here (tests/test_packaging.py has a stand-in)"
+    named = os.environ.get("PYTHON_TOO_OLD", "python3.9")
+    old = shutil.which(named)
+    if old is None or subprocess.run([old, "-c", ""], capture_output=True, check=False).returncode:
+        return f"{missing}; {named} is not here (tests/test_packaging.py has a stand-in)"
     return one_line(run(["./run.sh", "setup"], folder, 2, {**os.environ, "PYTHON": old}), "3.10")
 
 
