@@ -32,7 +32,7 @@ venv="$here/.venv"
 need_python() {
     python=${PYTHON:-python3}
     command -v "$python" >/dev/null ||
-        fail 2 "$python is not on the PATH; install Python 3.10 or newer, or set PYTHON to one"
+        fail 2 "$python is not there; install Python 3.10 or newer, or set PYTHON to one"
     version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null) ||
         fail 2 "$python does not run; set PYTHON to Python 3.10 or newer"
     case "$version" in
@@ -43,8 +43,18 @@ need_python() {
 # What an environment depends on. The first line settles whether one has to be made anew, all of
 # it whether something has to be installed.
 fingerprint() { # MODE
-    echo "$venv $version torch=${TORCH:-default} $1"
+    echo "$venv $version torch=$kind $1"
     cat "$here/pyproject.toml" "$here/constraints.txt" "$here/tools/versions.py" | cksum
+}
+
+# Which build of PyTorch: what TORCH says, else what the environment was made with.
+choose_kind() {
+    case "${TORCH:-}" in
+        cpu) kind=cpu ;;
+        "") kind=$(sed -n '1s/.* torch=\([a-z]*\) .*/\1/p' "$venv/.installed" 2>/dev/null || true) ;;
+        *) fail 2 "TORCH=$TORCH is not known; write TORCH=cpu, or leave it out" ;;
+    esac
+    kind=${kind:-default}
 }
 
 # Of pip's output, on a terminal, what it is busy with.
@@ -67,38 +77,52 @@ fail_install() {
 }
 
 setup() { # [MODE]: tested (constraints.txt), latest or lowest
-    local mode=${1:-tested} stamp="$venv/.installed" want options=() torch=()
+    local mode=${1:-tested} stamp="$venv/.installed" log="$here/.venv-install.log"
+    local want why="" pip options=() torch=()
     need_python
+    choose_kind
     want=$(fingerprint "$mode")
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then return; fi
     (: >>"$here/.venv-install.lock") 2>/dev/null ||
         fail 1 "$here cannot be written to; copy the checkout to a folder where you may write, and start there"
     # one at a time: a second start waits for the first one's install, and then finds it done
     exec 9>>"$here/.venv-install.lock"
-    "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
+    "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null || {
+        echo "run.sh: waiting for another install into $venv" >&2
+        "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
+    }
+    choose_kind
+    want=$(fingerprint "$mode")
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
         exec 9>&-
         return
     fi
-    local log="$here/.venv-install.log"
-    echo "run.sh: installing into $venv (once; two to five minutes, most of it downloads)" >&2
     # An environment that was not finished (killed, no space), was moved, or belongs to another
-    # Python is made anew; one whose versions alone changed is brought up to date.
-    if [ ! -f "$stamp" ] || [ "$(head -n 1 "$stamp")" != "${want%%$'\n'*}" ] ||
-        ! "$venv/bin/python" -c '' 2>/dev/null; then
-        rm -rf "$venv"
-        "$python" -m venv "$venv" >"$log" 2>&1 ||
-            fail 1 "$python cannot make a virtual environment; install its venv module (Debian: apt install python3-venv), or set PYTHON to another (details: $log)"
+    # Python or build of PyTorch is made anew; one whose versions alone changed is brought up to date.
+    if [ ! -f "$stamp" ]; then
+        if [ -e "$venv" ]; then why=", anew, since an earlier install was not finished"; fi
+    elif [ "$(head -n 1 "$stamp")" != "${want%%$'\n'*}" ] || ! "$venv/bin/python" -c '' 2>/dev/null; then
+        why=", anew, since it was made for another folder, Python or build of PyTorch"
+    else
+        why=", since pyproject.toml or constraints.txt changed"
     fi
+    if [ "$kind" = cpu ]; then # before anything is deleted: is there such a build?
+        pip=$venv/bin/python
+        "$pip" -m pip --version >/dev/null 2>&1 || pip=$python
+        torch=("$("$pip" "$here/tools/versions.py" cpu-torch "$mode")") || exit 1
+    fi
+    echo "run.sh: installing into $venv$why (two to five minutes, most of it downloads)" >&2
+    case "$why" in
+        "" | ", anew"*)
+            rm -rf "$venv"
+            "$python" -m venv "$venv" >"$log" 2>&1 ||
+                fail 1 "$python cannot make a virtual environment; install its venv module (Debian: apt install python3-venv), or set PYTHON to another (details: $log)"
+            ;;
+    esac
     rm -f "$stamp"
     "$venv/bin/python" "$here/tools/versions.py" "$mode" >"$venv/constraints.txt"
     options=(--constraint "$venv/constraints.txt")
     if [ "$mode" = latest ]; then options+=(--upgrade --upgrade-strategy eager); fi
-    if [ "${TORCH:-}" = cpu ]; then
-        torch=("$("$venv/bin/python" "$here/tools/versions.py" cpu-torch "$mode")") || exit 1
-    elif [ -n "${TORCH:-}" ]; then
-        fail 2 "TORCH=$TORCH is not known; write TORCH=cpu, or leave it out"
-    fi
     (cd "$here" && "$venv/bin/python" -m pip install "${options[@]}" \
         ${torch[@]+"${torch[@]}"} --editable '.[dev]') 2>&1 9>&- | tee "$log" | progress ||
         fail_install

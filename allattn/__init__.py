@@ -80,4 +80,4 @@ else:
 
     def __dir__() -> list[str]:
         """What completion in a notebook offers."""
-        return sorted([*globals(), *__all__])
+        return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

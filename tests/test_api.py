@@ -321,7 +321,8 @@ WRONG = [  # function, arguments, message in Python, and in the shell
     ("generate", {"top_p": 2.0}, "top_p: a share above 0", "--top-p: a share above 0"),
     ("generate", {"max_new_tokens": -1}, "max_new_tokens: 0 or more",
      "--max-new-tokens: 0 or more"),
-    ("analyze", {"out": "new", "tokens": 0}, "tokens: 0 is too small", "--tokens: 0 is too small"),
+    ("analyze", {"out": "new", "tokens": 0}, "tokens: 1 or more is needed, not 0",
+     "--tokens: 1 or more is needed, not 0"),
 ]  # fmt: skip
 
 

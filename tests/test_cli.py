@@ -373,7 +373,8 @@ def test_an_interrupt_is_no_traceback(tiny_yaml, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(Trainer, "_train_step", interrupted)
     assert main(["train", str(tiny_yaml), f"run.dir={tmp_path}"]) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "allattn: interrupted"
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == "allattn: interrupted; --resume continues from the newest checkpoint"
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("Tried to\nallocate")])

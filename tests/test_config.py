@@ -534,3 +534,25 @@ def test_data_prepare(tiny_yaml):
     assert config.data.prepare == PrepareConfig(tokenizer="byte")
     config = load_config(tiny_yaml, {"data.prepare": {"dataset": "wikitext-2", "source": "a.zip"}})
     assert config.data.prepare == PrepareConfig("wikitext-2", "a.zip")
+
+
+# What is no config at all
+
+
+@pytest.mark.parametrize("what", [None, 3, {}, ""])
+def test_a_config_is_a_path_or_a_name(what):
+    with pytest.raises(ConfigError, match="a config is a path or the name of a shipped one, not"):
+        load_config(what)
+
+
+def test_an_override_is_text(tmp_path):
+    with pytest.raises(ConfigError, match="override 3: write 'key=value'"):
+        load_config("tiny", [3])
+
+
+def test_what_cannot_be_read_as_a_config(tmp_path):
+    with pytest.raises(ConfigError, match="a folder; a config is a YAML file"):
+        load_config(tmp_path)
+    (tmp_path / "bytes.yaml").write_bytes(b"run: \xff")
+    with pytest.raises(ConfigError, match=r"bytes.yaml: not UTF-8 at byte 5; a config is a YAML"):
+        load_config(tmp_path / "bytes.yaml")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
 import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -141,11 +143,21 @@ def test_no_registry_is_named():
         assert not re.search(r"https?://|index-url[= ]|--hash", text), name
 
 
+@pytest.mark.parametrize("word", ["gpu", "CPU"])
+def test_an_unknown_torch_is_refused_before_anything_is_touched(word):
+    before = sorted(path.name for path in ROOT.glob(".venv*"))
+    done = subprocess.run(
+        ["bash", str(ROOT / "run.sh"), "setup"],
+        env={**os.environ, "TORCH": word, "PYTHON": sys.executable},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (f"run.sh: TORCH={word} is not known; write TORCH=cpu, or leave it out\n")
+    assert sorted(path.name for path in ROOT.glob(".venv*")) == before
+
+
 def test_an_old_python_is_refused_in_a_line(tmp_path):
     """run.sh asks the interpreter itself, so a stand-in that answers as Python 3.9 does."""
-    import os
-    import subprocess
-
     old = tmp_path / "python3.9"
     old.write_text('#!/bin/sh\necho "3.9.2"\n', encoding="utf-8")
     old.chmod(0o755)

@@ -212,7 +212,7 @@ def wrong_python(scratch: Path) -> str:
     """An older Python (PYTHON_TOO_OLD) is refused with its version; so is one that is not there."""
     folder = base(scratch)
     env = {**os.environ, "PYTHON": "no-such-python"}
-    missing = one_line(run(["./run.sh", "setup"], folder, 2, env), "not on the PATH")
+    missing = one_line(run(["./run.sh", "setup"], folder, 2, env), "is not there")
     named = os.environ.get("PYTHON_TOO_OLD", "python3.9")
     old = shutil.which(named)
     if old is None or subprocess.run([old, "-c", ""], capture_output=True, check=False).returncode:

@@ -69,6 +69,11 @@ def cpu_torch(mode: str) -> str:
         [sys.executable, "-m", "pip", "index", "versions", "torch"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
+    if shown.returncode:
+        lines = [
+            line for line in shown.stderr.splitlines() if "ERROR" in line or "No module" in line
+        ]
+        raise SystemExit(f"run.sh: pip cannot look for PyTorch: {' '.join(lines[-1:])}")
     offered = re.findall(r"\b(\d[\w.]*)\+cpu\b", shown.stdout)
     pinned = [m[1] for line in constraints(mode) if (m := re.match(r"torch==([\w.]+)", line))]
     for version in offered:  # the newest comes first
@@ -76,9 +81,9 @@ def cpu_torch(mode: str) -> str:
             return f"torch=={version}+cpu"
     wanted = f"torch {pinned[0]}+cpu" if pinned else "a version of torch that ends in +cpu"
     raise SystemExit(
-        f"run.sh: pip finds no {wanted} (found: {', '.join(offered) or 'none'}); add the index or "
-        "folder that has PyTorch's CPU builds to pip's configuration (PIP_EXTRA_INDEX_URL or "
-        "PIP_FIND_LINKS), or leave TORCH=cpu out"
+        f"run.sh: pip finds no {wanted} (found: {', '.join(offered) or 'none'}); let "
+        "PIP_EXTRA_INDEX_URL name the index of CPU builds that PyTorch's installation page gives, "
+        "or PIP_FIND_LINKS a folder of them, or leave TORCH=cpu out"
     )
 
 

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allattn.api.arguments import folder
-from allattn.config import ArgumentError
+from allattn.api.arguments import at_least, folder
 
 if TYPE_CHECKING:
     import torch
@@ -64,8 +63,7 @@ def analyze(
 
     lowest = {"tokens": (tokens, 1), "states": (states, 0), "batch_size": (batch_size, 1)}
     for name, (value, low) in {**lowest, "seed": (seed, 0)}.items():
-        if value < low:
-            raise ArgumentError(name, f"{value} is too small")
+        at_least(name, value, low)
     target = folder("out", out)
     where = pick_device(device)
     source = open_source(path)

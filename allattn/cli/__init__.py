@@ -38,7 +38,8 @@ def main(argv: list[str] | None = None) -> int:
         status: int | None = args.run(args)
         return status or 0
     except KeyboardInterrupt:
-        print("allattn: interrupted", file=sys.stderr)
+        way_on = "; --resume continues from the newest checkpoint"
+        print(f"allattn: interrupted{way_on if args.command == 'train' else ''}", file=sys.stderr)
         return 130
     except Exception as error:
         failed = _status(error)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from allattn.config import ArgumentError, UnavailableError
+from allattn.config import ArgumentError
 from allattn.config.shipped import shipped_configs
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -23,15 +23,15 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
         shell: One of SHELLS.
 
     Raises:
-        UnavailableError: What writes the scripts is not installed.
+        RuntimeError: What writes the scripts is not installed.
     """
     if shell not in SHELLS:
         raise ArgumentError("shell", f"bash, zsh or tcsh is needed, not {shell!r}")
     try:
         import shtab
     except ImportError:
-        raise UnavailableError(
-            "completion", "needs shtab; pip install 'allattn[completion]'"
+        raise RuntimeError(
+            "completion needs shtab, which is not installed; pip install 'allattn[completion]'"
         ) from None
     names = " ".join(shipped_configs())
     # a config is a name, completed from those that ship now, or a file

@@ -83,7 +83,13 @@ def load_config(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] =
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such config file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: a folder; a config is a YAML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: not UTF-8 at byte {error.start}; a config is a YAML file in UTF-8"
+        ) from None
+    except OSError as error:
         raise ConfigError(f"{path}: cannot be read as a config ({error})") from None
     try:
         raw = yaml.safe_load(text)
@@ -102,6 +108,8 @@ def load_config(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] =
                 config = apply_value(config, key, value)
         else:
             for override in [overrides] if isinstance(overrides, str) else overrides:
+                if not isinstance(override, str):
+                    raise ConfigError(f"override {override!r}: write 'key=value'")
                 config = apply_override(config, override)
         result = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:

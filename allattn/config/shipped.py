@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from allattn.config.schema import ConfigError
 
@@ -71,6 +71,8 @@ def find_config(path: str | Path) -> Path:
     Raises:
         ConfigError: Neither is there.
     """
+    if not isinstance(path, str | PurePath) or not str(path):
+        raise ConfigError(f"a config is a path or the name of a shipped one, not {path!r}")
     path = Path(path)
     if path.is_file():
         return path

@@ -71,11 +71,11 @@ def evaluate_source(
         "same_length": False if per_line else same_length,
     }  # fmt: skip
     for key in ("seq_len", "mem_len", "clamp_len"):
-        value = changes[key]
-        if value is not None and value < (0 if key == "mem_len" else 1):
-            raise ArgumentError(key, f"{value} is too small")
+        value, low = changes[key], 0 if key == "mem_len" else 1
+        if value is not None and value < low:
+            raise ArgumentError(key, f"{low} or more is needed, not {value}")
     if batch_size < 1:
-        raise ArgumentError("batch_size", f"{batch_size} is too small")
+        raise ArgumentError("batch_size", f"1 or more is needed, not {batch_size}")
     model = build_model(
         source.weights, **{key: value for key, value in changes.items() if value is not None}
     ).to(device or "cpu")
