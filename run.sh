@@ -71,7 +71,7 @@ fail_install() {
     local log="$here/.venv-install.log" error
     error=$(grep -E 'ERROR|[Ee]rror:|No space left' "$log" | grep -v '^WARNING' | tail -n 1 || true)
     if grep -q 'No space left' "$log"; then
-        fail 1 "no space left while installing into $venv; the environment needs about 6.5 GB (1.5 GB with TORCH=cpu): make room and start again"
+        fail 1 "no space left while installing into $venv; the environment needs about 6 GB (2 GB with TORCH=cpu): make room and start again"
     fi
     fail 1 "installing into $venv failed: ${error:-no message}; see $log, mend it and start again"
 }
