@@ -293,7 +293,7 @@ def cpu_only(scratch: Path) -> str:
 
 def other_python(scratch: Path, name: str) -> str:
     """Install with another Python and train ten steps."""
-    folder = copy_checkout(scratch / name)
+    folder = copy_checkout(scratch / Path(name).name)
     env = {**os.environ, "PYTHON": name}
     run(["./run.sh", "setup"], folder, env=env)
     train(folder, "other", env=env)
